@@ -1,0 +1,151 @@
+"""The errors of dcpstore, grouped by what the caller does next.
+
+Every class derives from `CheckpointError` (an `Exception`, unlike torch's
+``CheckpointException``) and survives pickling, so that a rank can send its
+failure to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "AlreadyExistsError",
+    "CheckpointError",
+    "CommitUnknownError",
+    "ConfigError",
+    "ConflictError",
+    "CorruptError",
+    "IncompatibleError",
+    "NotFoundError",
+    "RankFailures",
+    "StoreError",
+]
+
+
+class CheckpointError(Exception):
+    """Base of all errors that dcpstore raises on purpose.
+
+    Args:
+        message: What failed, on which object, and what to do about it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    @property
+    def message(self) -> str:
+        """The text the error was made with."""
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+def _rebuild(
+    cls: type[CheckpointError], args: tuple[Any, ...], state: dict[str, Any]
+) -> CheckpointError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class NotFoundError(CheckpointError):
+    """There is no such object, checkpoint, key or bucket. Check the name."""
+
+
+class AlreadyExistsError(CheckpointError):
+    """The target exists and the caller did not ask to replace it."""
+
+
+class ConflictError(CheckpointError):
+    """Somebody else changed the target meanwhile. Look at what is there, then decide."""
+
+
+class CommitUnknownError(CheckpointError):
+    """The seal was sent, its answer was lost, and reading it back failed too.
+
+    The checkpoint is the old one or the new one, whole in either case.
+    """
+
+
+class CorruptError(CheckpointError):
+    """Stored bytes are not the bytes that were saved.
+
+    Args:
+        message: What was found and what was expected.
+        key: The object, relative to the checkpoint's folder.
+        start: First byte of the bad range inside the object.
+        end: End (exclusive) of the bad range.
+        fqn: The state-dict key the bytes belong to, where known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        start: int | None = None,
+        end: int | None = None,
+        fqn: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.key = key
+        self.start = start
+        self.end = end
+        self.fqn = fqn
+
+
+class IncompatibleError(CheckpointError):
+    """Checkpoint and target do not fit: a key, a shape, a dtype or a version."""
+
+
+class ConfigError(CheckpointError):
+    """The call itself is wrong: a URL, an option, a knob or a process that forked."""
+
+
+class StoreError(CheckpointError):
+    """The object store failed or refused.
+
+    Args:
+        message: What was asked, what was answered, what to do.
+        key: The object concerned, relative to the store's root.
+        retryable: Whether the same request may succeed if sent again.
+        throttled: Whether the store asked for fewer requests (429, 503).
+        retry_after_s: Seconds the store asked to wait, where it said so.
+        denied: Whether credentials are missing, wrong or insufficient.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        retryable: bool = False,
+        throttled: bool = False,
+        retry_after_s: float | None = None,
+        denied: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.key = key
+        self.retryable = retryable
+        self.throttled = throttled
+        self.retry_after_s = retry_after_s
+        self.denied = denied
+
+
+class RankFailures(CheckpointError):
+    """One or more ranks failed; every rank raises this same error.
+
+    Args:
+        step: The collective step that failed, such as ``"write"``.
+        causes: Cause per failing rank, as text.
+    """
+
+    def __init__(self, step: str, causes: Mapping[int, str]) -> None:
+        self.step = step
+        self.causes = dict(causes)
+        lines = "\n".join(f"  rank {rank}: {cause}" for rank, cause in sorted(self.causes.items()))
+        super().__init__(f"step {step!r} failed on {len(self.causes)} rank(s):\n{lines}")

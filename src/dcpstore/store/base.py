@@ -1,0 +1,169 @@
+"""The object store as verbs.
+
+A `Store` is rooted at one URL (bucket and prefix); keys are relative to that
+root, with ``/`` between their parts. Calls block and are thread-safe:
+concurrency belongs to the executors above. A typical save and load call it so:
+
+1. save, coordinator: ``get(".metadata")`` to see whether a checkpoint exists
+2. save, every rank:  ``put`` or ``put_parts`` per data object
+3. save, coordinator: ``put`` of the manifest, then the conditional ``put`` of ``.metadata``
+4. load, every rank:  ``get(".metadata")``, ``get`` of the manifest
+5. load, every rank:  ``get_range`` many times, from many threads
+
+``list`` and ``delete_many`` serve clean-up and discovery, never a save or a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+from typing_extensions import Buffer
+
+__all__ = [
+    "Buffer",
+    "Capabilities",
+    "Fetched",
+    "IfMatch",
+    "ObjectInfo",
+    "PutMode",
+    "Store",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class IfMatch:
+    """Put only if the object's current ETag is this one (compare-and-swap)."""
+
+    etag: str
+
+
+PutMode: TypeAlias = Literal["overwrite", "create"] | IfMatch
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a store knows about an object without its bytes.
+
+    Attributes:
+        key: Relative to the store's root.
+        size_bytes: Length of the object.
+        etag: The store's version mark, as the store writes it; None where it has none.
+        modified: Time of the last put, timezone-aware; None where unknown.
+    """
+
+    key: str
+    size_bytes: int
+    etag: str | None = None
+    modified: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A whole object: its bytes (read-only to the caller) and its ETag."""
+
+    data: memoryview
+    etag: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can promise.
+
+    Attributes:
+        atomic_create: ``put(mode="create")`` is decided by the store in one step. Where
+            False, the engine looks first and then puts, and two writers can both win.
+        compare_and_swap: ``put(mode=IfMatch(...))`` is decided by the store in one
+            step. Where False, the engine compares first and then puts.
+        parallel_parts: ``put_parts`` sends several parts of one object at a time.
+        acknowledges_puts: A put returns the ETag that the store gave the object. Where
+            False, the caller should ``head`` an object to be sure of it.
+    """
+
+    atomic_create: bool
+    compare_and_swap: bool
+    parallel_parts: bool
+    acknowledges_puts: bool
+
+
+@runtime_checkable
+class Store(Protocol):
+    """An object store rooted at one URL. All methods block and are thread-safe.
+
+    Raises (all methods): `StoreError` for refusals and failures, with ``retryable``,
+    ``throttled`` and ``denied`` set; `ConfigError` in a forked child that cannot go on.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, without secrets."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this store promises."""
+
+    def get(self, key: str) -> Fetched:
+        """Fetch a whole object.
+
+        Raises:
+            NotFoundError: If there is no such object or bucket.
+        """
+
+    def get_range(self, key: str, start: int, end: int) -> memoryview:
+        """Fetch bytes ``[start, end)``; the answer has exactly that length.
+
+        An empty range returns an empty view without a request.
+
+        Raises:
+            NotFoundError: If there is no such object or bucket.
+            CorruptError: If the object ends before ``end``.
+            StoreError: (retryable) if the answer is shorter or longer than asked for.
+        """
+
+    def head(self, key: str) -> ObjectInfo:
+        """Look an object up without its bytes.
+
+        Raises:
+            NotFoundError: If there is no such object or bucket.
+        """
+
+    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
+        """Store one object in one atomic request and return its ETag.
+
+        ``data`` (contiguous bytes) is not kept after the call. Never creates a bucket.
+
+        Raises:
+            AlreadyExistsError: If ``mode="create"`` and the object exists.
+            ConflictError: If ``mode=IfMatch(...)`` and the object is another or absent.
+            NotFoundError: If there is no such bucket.
+        """
+
+    def put_parts(
+        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+    ) -> str | None:
+        """Store one large object from parts, several in flight, and return its ETag.
+
+        ``parts`` is iterated in the calling thread. Every part but the last has
+        exactly ``part_bytes`` (at least 5 MiB on S3). A part is released (its last
+        reference dropped) as soon as it is stored, so the caller may refill its
+        memory then. If iteration or a part fails, the upload is aborted, nothing is
+        published under ``key``, and the first error is raised.
+        """
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object whose key starts with the folder ``prefix``, at any depth.
+
+        ``prefix`` is empty or ends with ``/``. Follows pages. The order is the store's.
+        """
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete objects; a missing one is no error.
+
+        Raises:
+            StoreError: Naming how many deletes failed and the first cause.
+        """
+
+    def close(self) -> None:
+        """Release clients and connections. Idempotent."""
