@@ -1,0 +1,1 @@
+"""DCP checkpoints straight to and from object stores."""

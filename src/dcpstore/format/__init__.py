@@ -1,0 +1,1 @@
+"""Tensors to bytes and back: records, dtypes, checksums. No I/O."""

@@ -1,0 +1,1 @@
+"""Object stores as verbs: the protocol, its engines and its wrappers."""

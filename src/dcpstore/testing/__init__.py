@@ -1,0 +1,1 @@
+"""Fakes and servers for tests of code that uses object stores."""
