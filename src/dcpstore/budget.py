@@ -1,0 +1,114 @@
+"""Bounds on memory in flight: a counter of bytes for reads, a pool of slabs for writes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ByteBudget", "Cancelled", "SlabPool"]
+
+T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+
+_POLL_S = 0.05  # how often a blocked wait looks whether the operation was cancelled
+
+
+class Cancelled(Exception):
+    """The operation this wait belongs to has failed elsewhere."""
+
+
+class ByteBudget:
+    """A counter of bytes that blocks whoever would overdraw it.
+
+    A request larger than the whole budget is let through when nothing else is in
+    flight, so that progress never stops. Thread-safe.
+
+    Args:
+        max_bytes: Most bytes held at a time.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+        self._peak_bytes = 0
+        self._changed = threading.Condition()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at any time so far."""
+        return self._peak_bytes
+
+    def acquire(self, num_bytes: int, *, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Take ``num_bytes``, waiting until they fit.
+
+        Raises:
+            Cancelled: If ``cancelled()`` turns true while waiting.
+        """
+        with self._changed:
+            while self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
+                if cancelled():
+                    raise Cancelled
+                self._changed.wait(_POLL_S)
+            self._held_bytes += num_bytes
+            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        """Give ``num_bytes`` back."""
+        with self._changed:
+            self._held_bytes -= num_bytes
+            self._changed.notify_all()
+
+
+class SlabPool(Generic[T]):
+    """A fixed number of equal slabs of memory, made on first use and recycled.
+
+    A slab is handed on as a *lease*: a numpy view whose death returns the slab to the
+    pool. Whoever holds the last reference, be it a thread of the store's engine, thereby
+    decides when its memory may be filled again.
+
+    Args:
+        num_slabs: Most slabs that exist at a time.
+        make_slab: Allocates one slab.
+    """
+
+    def __init__(self, num_slabs: int, make_slab: Callable[[], T]) -> None:
+        # SimpleQueue.put is reentrant, hence safe in the finalizer that returns a slab.
+        self._free: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._unmade = num_slabs
+        self._make_slab = make_slab
+
+    def acquire(self, *, cancelled: Callable[[], bool] = lambda: False) -> T:
+        """Take a free slab, waiting for one if need be. One thread at a time may call this.
+
+        Raises:
+            Cancelled: If ``cancelled()`` turns true while waiting.
+        """
+        while True:
+            try:
+                return self._free.get_nowait()
+            except queue.Empty:
+                if self._unmade:
+                    self._unmade -= 1
+                    return self._make_slab()
+            if cancelled():
+                raise Cancelled
+            try:
+                return self._free.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+
+    def release(self, slab: T) -> None:
+        """Return a slab that was never leased."""
+        self._free.put(slab)
+
+    def lease(self, slab: T, window: Bytes) -> Bytes:
+        """Return a view of ``window`` (memory of ``slab``) that frees the slab when it dies."""
+        lease = window[:]
+        weakref.finalize(lease, self._free.put, slab).atexit = False
+        return lease

@@ -1,0 +1,131 @@
+"""The knobs of the writer and the reader, each with its unit and the reason for its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from dcpstore.errors import ConfigError
+
+__all__ = ["ReadConfig", "WriteConfig"]
+
+_KIB = 1 << 10
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteConfig:
+    """How to write a checkpoint.
+
+    Attributes:
+        budget_bytes: Memory for bytes on their way to the store, per rank, whatever the
+            size of the checkpoint. 256 MiB keeps 16 parts in flight.
+        part_bytes: Size of a slab, which is also the size of a part of a multipart
+            upload. 16 MiB costs one request per 0.16 s of a 100 MB/s connection and
+            allows objects of 156 GiB under S3's limit of 10,000 parts.
+        object_bytes: Items are packed into objects of about this size. 256 MiB keeps an
+            11 TB checkpoint at about 44,000 objects; a larger item gets an object alone.
+        max_uploads: Parts of one object in flight, and objects in flight.
+        checksum_block_bytes: Bytes covered by one CRC32C. A ranged read is widened to
+            whole blocks, so small blocks read less and large ones make a smaller
+            manifest: 256 KiB costs 16 bytes per MiB stored.
+        inline_bytes: Items of at most this size are repeated in the manifest, so that
+            loading scalars and optimizer counters sends no data request.
+        inline_rank_bytes: Most bytes that one rank puts into the manifest this way.
+        require_conditional_put: If the store cannot decide a put by a precondition
+            although it should (a server that answers 501 or refuses a right ETag), raise
+            rather than compare first and put then, which two writers could both win.
+        sweep: After an overwrite is sealed, delete the objects of the old save.
+        engine: ``"obstore"``, ``"fsspec"``, or ``"auto"`` for whichever serves the URL.
+        max_attempts: Tries per request, the first one included.
+        retry_deadline_s: Most seconds spent on one request with all its tries.
+    """
+
+    budget_bytes: int = 256 * _MIB
+    part_bytes: int = 16 * _MIB
+    object_bytes: int = 256 * _MIB
+    max_uploads: int = 16
+    checksum_block_bytes: int = 256 * _KIB
+    inline_bytes: int = 2 * _KIB
+    inline_rank_bytes: int = 16 * _MIB
+    require_conditional_put: bool = True
+    sweep: bool = True
+    engine: Literal["auto", "obstore", "fsspec"] = "auto"
+    max_attempts: int = 10
+    retry_deadline_s: float = 180.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, zero_allowed=("inline_bytes", "inline_rank_bytes"))
+        if self.part_bytes < 5 * _MIB:
+            raise ConfigError(
+                f"part_bytes={self.part_bytes} is below 5 MiB, the least that S3 takes as a part"
+            )
+        if self.part_bytes % 4096:
+            raise ConfigError(f"part_bytes={self.part_bytes} must be a multiple of 4096")
+        if self.budget_bytes < 2 * self.part_bytes:
+            raise ConfigError(
+                f"budget_bytes={self.budget_bytes} must hold at least two parts of"
+                f" part_bytes={self.part_bytes}: one to fill while one uploads"
+            )
+        _check_block(self.checksum_block_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadConfig:
+    """How to read a checkpoint.
+
+    Attributes:
+        budget_bytes: Memory for fetched bytes not yet copied into their target, per rank.
+        request_bytes: Longest range asked for at once. 8 MiB costs one request per
+            0.08 s of a 100 MB/s connection and keeps 32 of them in the budget.
+        max_requests: Requests in flight.
+        join_gap_bytes: Two ranges at most this far apart are fetched as one. 512 KiB
+            takes about 5 ms of a 100 MB/s connection, less than one more request does.
+        verify: Check CRC32C of every block fetched, where the checkpoint has them.
+        casts: Which differences of dtype between checkpoint and target are allowed:
+            ``"exact"`` none, ``"widening"`` those that keep every value, ``"any"`` all.
+        allow_pickle: Open a foreign ``.metadata`` with plain pickle, which runs code that
+            lies in the bucket. Only for checkpoints you wrote yourself.
+        engine: ``"obstore"``, ``"fsspec"``, or ``"auto"`` for whichever serves the URL.
+        max_attempts: Tries per request, the first one included.
+        retry_deadline_s: Most seconds spent on one request with all its tries.
+    """
+
+    budget_bytes: int = 256 * _MIB
+    request_bytes: int = 8 * _MIB
+    max_requests: int = 32
+    join_gap_bytes: int = 512 * _KIB
+    verify: bool = True
+    casts: Literal["exact", "widening", "any"] = "widening"
+    allow_pickle: bool = False
+    engine: Literal["auto", "obstore", "fsspec"] = "auto"
+    max_attempts: int = 10
+    retry_deadline_s: float = 180.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, zero_allowed=("join_gap_bytes",))
+        if self.budget_bytes < self.request_bytes:
+            raise ConfigError(
+                f"budget_bytes={self.budget_bytes} must hold at least one request of"
+                f" request_bytes={self.request_bytes}"
+            )
+        if self.casts not in ("exact", "widening", "any"):
+            raise ConfigError(f"casts={self.casts!r} must be 'exact', 'widening' or 'any'")
+
+
+def _check_positive(config: Any, *, zero_allowed: tuple[str, ...]) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, bool | str):
+            continue
+        least = 0 if field.name in zero_allowed else 1
+        if not value >= least:
+            raise ConfigError(f"{field.name}={value!r} must be at least {least}")
+
+
+def _check_block(block_bytes: int) -> None:
+    if block_bytes < 4096 or block_bytes & (block_bytes - 1):
+        raise ConfigError(
+            f"checksum_block_bytes={block_bytes} must be a power of two of at least 4096,"
+            " so that no element is split between two blocks"
+        )
