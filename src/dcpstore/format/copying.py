@@ -1,0 +1,280 @@
+"""Copies between tensors and payload bytes, one copy per byte and no large temporary.
+
+A payload is a tensor's elements in row-major order. Out of a tensor, any run of it is
+copied without making the tensor contiguous first, as bands over the outer dimensions::
+
+    shape (4, 6), elements [4, 19)      row 0  ....####   a part of a row
+                                        row 1  ########   whole rows: one copy_
+                                        row 2  ########
+                                        row 3  #.......   a part of a row
+
+Into a tensor, the box of a chunk is a strided view of the fetched bytes, so one
+``copy_`` lays it down, whatever the strides, device or dtype of the target. All heavy
+work happens inside ``copy_``, which releases the GIL. Functions are thread-safe for
+disjoint targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["as_bytes", "copy_box_in", "copy_bytes_out"]
+
+_SCRATCH_BYTES = 1 << 20
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's payload as a flat uint8 tensor that shares its memory.
+
+    Raises:
+        ValueError: If the tensor's memory is not its payload: not contiguous, or with a
+            conjugate or negative bit.
+    """
+    if not _is_payload(tensor):
+        raise ValueError("only a contiguous tensor without lazy bits is its own payload")
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _is_payload(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _each_byte(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a uint8 view with one more dimension: the bytes of each element.
+
+    Unlike a typed view it needs no alignment. Lazy bits are not applied.
+    """
+    return tensor.unsqueeze(-1).view(torch.uint8)
+
+
+# --- out of a tensor ---------------------------------------------------------------
+
+
+def copy_bytes_out(
+    tensor: torch.Tensor,
+    start: int,
+    end: int,
+    out: torch.Tensor,
+    *,
+    non_blocking: bool = False,
+) -> None:
+    """Copy payload bytes ``[start, end)`` of a tensor into ``out``.
+
+    Args:
+        tensor: Plain tensor (see `dcpstore.format.tensors.to_plain`), any strides and device.
+            A non-contiguous run on another device is gathered there first: a temporary of
+            at most ``end - start`` bytes of device memory.
+        start: First payload byte; a multiple of the element size.
+        end: End of the run; a multiple of the element size.
+        out: Flat contiguous uint8 CPU tensor of ``end - start`` bytes, owned by the caller.
+            Fastest if its address is a multiple of the element size.
+        non_blocking: Queue the copy on the current stream. The caller synchronises before
+            it reads ``out``; asynchronous only if ``out`` is pinned.
+
+    Raises:
+        ValueError: If the run is not one of whole elements of the tensor, or ``out`` does
+            not fit it.
+    """
+    source = tensor.detach()
+    item = source.element_size()
+    if not 0 <= start <= end <= source.numel() * item or start % item or end % item:
+        raise ValueError(
+            f"bytes [{start}, {end}) are no run of whole elements of a payload of "
+            f"{source.numel()} x {item} bytes"
+        )
+    if out.dtype != torch.uint8 or out.shape != (end - start,) or not out.is_contiguous():
+        raise ValueError(f"out must be {end - start} contiguous uint8 bytes in one dimension")
+    if start == end:
+        return
+    if _is_payload(source):
+        out.copy_(as_bytes(source)[start:end], non_blocking=non_blocking)
+    else:
+        _copy_run_out(source, start // item, end // item, out, non_blocking)
+
+
+def _copy_run_out(
+    source: torch.Tensor, first: int, last: int, out: torch.Tensor, non_blocking: bool
+) -> None:
+    """Copy elements ``[first, last)`` of ``source`` into the flat bytes ``out``."""
+    if source.dim() == 0 or last - first == source.numel():
+        _copy_whole_out(source, out, non_blocking)
+        return
+    item = source.element_size()
+    row = source.numel() // source.shape[0]
+    for rows, begin, stop in _bands(first, last, row):
+        low = max(first, begin)
+        part = out[(low - first) * item : (min(last, stop) - first) * item]
+        if begin < first or stop > last:
+            inner = source[rows.start]
+            _copy_run_out(inner, low - begin, min(last, stop) - begin, part, non_blocking)
+        else:
+            _copy_whole_out(source[rows], part, non_blocking)
+
+
+def _bands(first: int, last: int, row: int) -> list[tuple[slice, int, int]]:
+    """Cut elements ``[first, last)`` into a part of a row, whole rows, and a part of a row.
+
+    Returns:
+        Per band its rows, and the elements that these rows hold.
+    """
+    head, tail = -(-first // row), last // row
+    if head > tail:
+        return [(slice(tail, head), tail * row, head * row)]
+    cuts = ((head - 1, head, first % row), (head, tail, tail - head), (tail, tail + 1, last % row))
+    return [(slice(a, b), a * row, b * row) for a, b, is_wanted in cuts if is_wanted]
+
+
+def _copy_whole_out(source: torch.Tensor, out: torch.Tensor, non_blocking: bool) -> None:
+    if source.device.type != "cpu":
+        # Torch applies lazy bits on the host after it queued the copy: too early when
+        # non-blocking. Resolving on the device is ordered by the stream.
+        source = source.resolve_conj().resolve_neg()
+    item = source.element_size()
+    if out.data_ptr() % item == 0 and out.storage_offset() % item == 0:
+        out.view(source.dtype).view(source.shape).copy_(source, non_blocking=non_blocking)
+        return
+    out = out.view(*source.shape, item)
+    for piece, index in _pieces(source) if source.is_conj() or source.is_neg() else [(source, ())]:
+        resolved = piece.resolve_conj().resolve_neg()
+        out[index].copy_(_each_byte(resolved), non_blocking=non_blocking)
+
+
+def _pieces(
+    whole: torch.Tensor, index: tuple[int | slice, ...] = ()
+) -> list[tuple[torch.Tensor, tuple[int | slice, ...]]]:
+    """Cut a tensor into views of at most the scratch size, each with its index in the whole."""
+    if whole.numel() * whole.element_size() <= _SCRATCH_BYTES:
+        return [(whole, index)]
+    row_bytes = whole.numel() // whole.shape[0] * whole.element_size()
+    step = _SCRATCH_BYTES // row_bytes
+    if step == 0:
+        return [p for i in range(whole.shape[0]) for p in _pieces(whole[i], (*index, i))]
+    cuts = [slice(i, i + step) for i in range(0, whole.shape[0], step)]
+    return [(whole[cut], (*index, cut)) for cut in cuts]
+
+
+# --- into a tensor -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """A buffer's memory for numpy, marked writable, that keeps the buffer alive.
+
+    Torch warns of read-only buffers, once per process and not silenced thread-safely. We
+    only read.
+    """
+
+    owner: object
+    __array_interface__: dict[str, object]
+
+
+def _tensor_over(buffer: Buffer) -> torch.Tensor:
+    """Return the bytes of a buffer, read-only or not, as a flat uint8 tensor without a copy."""
+    array = np.frombuffer(memoryview(buffer), dtype=np.uint8)
+    if not array.flags.writeable:
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        array = np.asarray(_Memory(array, interface))
+    return torch.from_numpy(array)
+
+
+def copy_box_in(
+    source: Buffer,
+    source_start: int,
+    dtype: torch.dtype,
+    chunk_strides: Sequence[int],
+    box_offsets: Sequence[int],
+    box_sizes: Sequence[int],
+    target: torch.Tensor,
+) -> None:
+    """Copy a box of a chunk, out of fetched payload bytes, into a target tensor.
+
+    Done when it returns, also for a target on another device.
+
+    Args:
+        source: Payload bytes of the chunk, from ``source_start`` on; read-only will do, any
+            address will do. Borrowed for the call.
+        source_start: Position of ``source`` in the chunk's payload, in bytes.
+        dtype: Of the chunk.
+        chunk_strides: Of the chunk, in elements; row-major for a stored payload.
+        box_offsets: First element of the box in the chunk, per dimension.
+        box_sizes: Sizes of the box; equal to the target's shape.
+        target: Already narrowed to the box: any strides and device. Another dtype than the
+            chunk's is cast as ``copy_`` does; whether that is wanted, the caller decides.
+
+    Raises:
+        ValueError: If the box's bytes are not all in ``source``, or shapes do not match.
+    """
+    target = target.detach()
+    if target.shape != torch.Size(box_sizes):
+        raise ValueError(f"the target has shape {tuple(target.shape)}, the box {tuple(box_sizes)}")
+    if not target.numel():
+        return
+    low, high = _span(dtype, chunk_strides, box_offsets, box_sizes)
+    data = _tensor_over(source)
+    if low < source_start or high > source_start + data.numel():
+        raise ValueError(
+            f"the box needs payload bytes [{low}, {high}), "
+            f"the source holds [{source_start}, {source_start + data.numel()})"
+        )
+    data = data[low - source_start : high - source_start]
+    is_exact = target.dtype == dtype and not target.is_conj() and not target.is_neg()
+    if is_exact and target.is_contiguous() and _is_row_major(box_sizes, chunk_strides):
+        as_bytes(target).copy_(data)
+        return
+    _copy_strided_in(data, dtype, chunk_strides, target, is_exact=is_exact)
+
+
+def _span(
+    dtype: torch.dtype,
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+) -> tuple[int, int]:
+    """Return the payload bytes from the box's first element to the end of its last."""
+    first = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    return first * dtype.itemsize, (last + 1) * dtype.itemsize
+
+
+def _is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _copy_strided_in(
+    data: torch.Tensor,
+    dtype: torch.dtype,
+    strides: Sequence[int],
+    target: torch.Tensor,
+    *,
+    is_exact: bool,
+) -> None:
+    """Copy the box that starts at byte 0 of ``data``."""
+    item = dtype.itemsize
+    if data.data_ptr() % item == 0:
+        # A fresh view of the same memory whose storage starts at the box, so that the
+        # typed view needs no aligned storage offset.
+        typed = torch.frombuffer(data.numpy(), dtype=dtype)
+        target.copy_(typed.as_strided(target.shape, tuple(strides)))
+        return
+    box = data.as_strided((*target.shape, item), (*(s * item for s in strides), 1))
+    if is_exact:
+        _each_byte(target).copy_(box)
+        return
+    for piece, index in _pieces(target):
+        scratch = torch.empty(piece.shape, dtype=dtype)
+        _each_byte(scratch).copy_(box[index])
+        piece.copy_(scratch)
