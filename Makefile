@@ -1,0 +1,60 @@
+# Newcomers: `make demo` shows what dcpstore does, `make test` runs every check.
+# Both need only make and a Python >= 3.10 with pip; they build .venv themselves.
+# Another interpreter: `make test PYTHON=python3.12`. Which torch build is installed (CPU or
+# CUDA) is decided by pip's own settings, such as PIP_INDEX_URL.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Two workers: the suite is built to fit two cores, and rank tests start processes of their own.
+PYTEST_ARGS ?= -n 2
+DEMO_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint unit bench campaign clean
+
+help:
+	@echo 'make demo      train, save to an emulated bucket, load on other ranks, compare'
+	@echo 'make test      every check: format, lint, types, layers, tests'
+	@echo 'make lint      the same without the tests'
+	@echo 'make bench     benchmarks'
+	@echo 'make campaign  long fault schedules'
+	@echo 'make clean     remove .venv and caches'
+
+setup: $(READY)
+
+# torch first and alone: resolving it together with the rest could admit a newer release.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "dcpstore needs Python >= 3.10, but $(PYTHON) is " + sys.version + "; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m dcpstore.demo $(DEMO_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+unit: $(READY)
+	$(BIN)/python -m pytest -m 'not gpu and not campaign' $(PYTEST_ARGS)
+
+# In this order also under `make -j`: the cheap checks first, pytest's summary last.
+test: $(READY)
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory unit
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+campaign: $(READY)
+	$(BIN)/python -m pytest -m campaign --timeout 3600 $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
