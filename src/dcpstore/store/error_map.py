@@ -1,0 +1,287 @@
+"""The one place where foreign errors become ours.
+
+obstore keeps an answer's status and body only inside the text of its error, s3fs
+keeps a parsed one in ``__cause__`` and gcsfs an HTTP code as an attribute. All of
+them are first read into an `Answer`; one table then says what it means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from dcpstore.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    StoreError,
+)
+from dcpstore.store.base import IfMatch, PutMode
+from dcpstore.store.location import redact
+
+__all__ = ["Answer", "Asked", "from_answer", "from_fsspec", "from_obstore"]
+
+_MAX_TEXT = 300
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
+_RETRYABLE_CODES = frozenset(
+    {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "OperationAborted"}
+)
+_THROTTLE_CODES = frozenset(
+    {"SlowDown", "TooManyRequests", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
+    | {"ServerBusy", "ServiceUnavailable", "RequestThrottled", "BandwidthLimitExceeded"}
+)
+_EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
+_TRANSPORT = re.compile(
+    r"error sending request|connect|timed? ?out|reset|broken pipe|incomplete|closed before|"
+    r"end of file|\beof\b|body error|decoding|error reading a body|dns",
+    re.IGNORECASE,
+)
+_TRANSPORT_TYPES = frozenset(
+    {"ClientError", "ClientPayloadError", "ClientOSError", "ServerDisconnectedError"}
+    | {"ServerTimeoutError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError"}
+    | {"ConnectionClosedError", "HTTPClientError", "ResponseStreamingError", "IncompleteRead"}
+    | {"ConnectionError", "FSTimeoutError", "ChecksumError", "IncompleteReadError"}
+)
+_NO_CREDENTIALS = frozenset(
+    {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
+    | {"NoAuthTokenError", "SSOTokenLoadError", "UnauthorizedSSOTokenError", "ProfileNotFound"}
+    | {"DefaultCredentialsError", "RefreshError", "TokenRetrievalError"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request wanted.
+
+    Attributes:
+        verb: In words, as a message shall show it.
+        key: The key or the prefix.
+        url: The store's root, without secrets.
+        conditional: ``"create"`` or ``"match"`` for a put that may be refused for what
+            is there; else None.
+    """
+
+    verb: str
+    key: str
+    url: str
+    conditional: Literal["create", "match"] | None = None
+
+    def under(self, mode: PutMode) -> Asked:
+        """The same with the condition that a put mode sets."""
+        if isinstance(mode, IfMatch):
+            return replace(self, conditional="match")
+        return replace(self, conditional="create") if mode == "create" else self
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.key!r} in {self.url}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said, as far as the engine lets us know.
+
+    Attributes:
+        status: HTTP status; None where no answer came.
+        code: The store's own word for it, such as ``NoSuchBucket``.
+        text: The message, trimmed and without secrets.
+        retry_after_s: What a ``Retry-After`` header asked for.
+        is_transport: Whether the connection failed rather than the request.
+        no_credentials: Whether the request was never sent for want of credentials.
+    """
+
+    status: int | None = None
+    code: str | None = None
+    text: str = ""
+    retry_after_s: float | None = None
+    is_transport: bool = False
+    no_credentials: bool = False
+
+    def __str__(self) -> str:
+        said = " ".join(str(part) for part in (self.status, self.code) if part is not None)
+        return f"{said}: {self.text}" if said and self.text else said or self.text
+
+
+def from_answer(asked: Asked, answer: Answer) -> CheckpointError:
+    """Say in our errors what an answer means."""
+    refusal = _refusal(asked, answer)
+    if refusal is not None:
+        return refusal
+    throttled = answer.status in (429, 503) or answer.code in _THROTTLE_CODES
+    retryable = (
+        throttled
+        or answer.is_transport
+        or answer.status == 408
+        or answer.code in _RETRYABLE_CODES
+        or (answer.status is not None and answer.status >= 500 and answer.status != 501)
+    )
+    return StoreError(
+        f"{asked} failed: {answer or 'no reason given'}",
+        key=asked.key,
+        retryable=retryable,
+        throttled=throttled,
+        retry_after_s=answer.retry_after_s,
+    )
+
+
+def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:
+    """Errors that another try would not change; None for all others."""
+    if answer.code == "NoSuchBucket" or answer.code == "ContainerNotFound":
+        return NotFoundError(
+            f"{asked} failed: there is no such bucket ({answer}). Check the URL; "
+            "dcpstore never creates a bucket"
+        )
+    if answer.code in _EXPIRED_CODES:
+        return _denied(asked, answer, "the credentials have expired: renew them")
+    if answer.no_credentials:
+        return _denied(
+            asked,
+            answer,
+            "no credentials: set storage_options (key and secret, profile, token or anon=True) "
+            "or the environment's own",
+        )
+    if answer.status in (401, 403):
+        return _denied(
+            asked,
+            answer,
+            "access is denied: check the credentials, the bucket's policy, and the key "
+            "(S3 answers 403 for an absent key where ListBucket is not granted)",
+        )
+    if asked.conditional is not None and answer.status in (409, 412):
+        return _lost_condition(asked, answer)
+    if asked.conditional == "match" and answer.status == 404:
+        return _lost_condition(asked, answer)
+    if answer.status == 404:
+        return NotFoundError(f"{asked} failed: there is no such object ({answer}). Check the key")
+    if answer.status in (301, 307) or answer.code in ("PermanentRedirect", "TemporaryRedirect"):
+        return ConfigError(
+            f"{asked} failed: the bucket lies in another region ({answer}). Set "
+            "storage_options={'client_kwargs': {'region_name': ...}}"
+        )
+    return None
+
+
+def _denied(asked: Asked, answer: Answer, advice: str) -> StoreError:
+    said = f" ({answer})" if str(answer) else ""
+    return StoreError(f"{asked} failed{said}: {advice}", key=asked.key, denied=True)
+
+
+def _lost_condition(asked: Asked, answer: Answer) -> CheckpointError:
+    if asked.conditional == "create" and answer.status == 412:
+        return AlreadyExistsError(f"{asked}: the object exists already ({answer})")
+    return ConflictError(
+        f"{asked}: somebody else changed the object meanwhile ({answer}). Look at what is there"
+    )
+
+
+def from_obstore(asked: Asked, error: BaseException) -> CheckpointError:
+    """Map an error of obstore (or of the Python callbacks it calls)."""
+    text = str(error).split("\n\nDebug source:", 1)[0]
+    name = type(error).__name__
+    if name in ("UnknownConfigurationKeyError", "NotSupportedError", "InvalidPathError"):
+        return ConfigError(f"{asked}: {_trim(text)}")
+    if isinstance(error, ValueError):
+        return ConfigError(f"{asked}: the key or an option is not valid: {_trim(text)}")
+    return from_answer(asked, _read_obstore(name, error, text))
+
+
+def _read_obstore(name: str, error: BaseException, text: str) -> Answer:
+    status = _STATUS.search(text)
+    code = _CODE.search(text)
+    message = _MESSAGE.search(text)
+    known = {
+        "AlreadyExistsError": 412,
+        "PreconditionError": 412,
+        "PermissionDeniedError": 403,
+        "UnauthenticatedError": 401,
+    }.get(name)
+    if known is None and isinstance(error, FileNotFoundError):
+        known = 404
+    if known is None and "without LOCATION" in text:
+        known = 301
+    number = known or (int(status.group(1)) if status else None)
+    return Answer(
+        status=number,
+        code=code.group(1) if code else None,
+        text=_trim(message.group(1) if message else _first_sentence(text)),
+        is_transport=number is None and _TRANSPORT.search(text) is not None,
+        no_credentials=any(word in text for word in _NO_CREDENTIALS),
+    )
+
+
+def from_fsspec(asked: Asked, error: BaseException) -> CheckpointError:
+    """Map an error of an fsspec filesystem: s3fs, gcsfs, a local one, or any other."""
+    if isinstance(error, CheckpointError):
+        return error
+    answer = _read_response(error) or _read_python_error(error)
+    return from_answer(asked, answer)
+
+
+def _read_response(error: BaseException) -> Answer | None:
+    """Read the server's answer that botocore or gcsfs keeps with the error."""
+    for one in (error, error.__cause__):
+        response = getattr(one, "response", None)
+        if isinstance(response, Mapping):
+            return _read_botocore(response)
+    code = getattr(error, "code", None)
+    if isinstance(code, str) and code.isdigit():
+        code = int(code)
+    if isinstance(code, int) and 100 <= code < 600:
+        return Answer(status=code, text=_trim(str(getattr(error, "message", error))))
+    return None
+
+
+def _read_botocore(response: Mapping[str, Any]) -> Answer:
+    meta = response.get("ResponseMetadata", {})
+    said = response.get("Error", {})
+    code = str(said.get("Code", "")) or None
+    status = meta.get("HTTPStatusCode")
+    after = meta.get("HTTPHeaders", {}).get("retry-after")
+    return Answer(
+        status=int(status) if status is not None else None,
+        code=None if code is None or code.isdigit() else code,
+        text=_trim(str(said.get("Message", ""))),
+        retry_after_s=_seconds(after),
+    )
+
+
+def _read_python_error(error: BaseException) -> Answer:
+    name, text = type(error).__name__, _trim(str(error) or type(error).__name__)
+    if name in _NO_CREDENTIALS:
+        return Answer(text=text, no_credentials=True)
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return Answer(status=404, text=text)
+    if isinstance(error, FileExistsError):
+        return Answer(status=412, text=text)
+    if isinstance(error, PermissionError):
+        return Answer(status=403, text=text)
+    transport = (
+        isinstance(error, TimeoutError | ConnectionError | EOFError | asyncio.TimeoutError)
+        or any(base.__name__ in _TRANSPORT_TYPES for base in type(error).__mro__)
+        or getattr(error, "errno", None) in (errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EIO)
+    )
+    return Answer(text=f"{name}: {text}", is_transport=transport)
+
+
+def _seconds(value: object) -> float | None:
+    try:
+        return max(0.0, float(str(value)))
+    except ValueError:
+        return None  # an HTTP date or nothing: the backoff decides alone
+
+
+def _first_sentence(text: str) -> str:
+    """Drop the location and the address that obstore writes in front of the reason."""
+    return text.rsplit(" - ", 1)[-1] if " - " in text else text
+
+
+def _trim(text: str) -> str:
+    flat = " ".join(redact(text).split())
+    return flat if len(flat) <= _MAX_TEXT else f"{flat[: _MAX_TEXT - 3]}..."

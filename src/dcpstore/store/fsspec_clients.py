@@ -1,0 +1,128 @@
+"""fsspec filesystems: made late, uncached, and anew in a forked child."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+
+from dcpstore.errors import ConfigError
+from dcpstore.store.location import redact
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpstore.store.location import Location
+
+__all__ = ["FsspecClients", "check_option_names"]
+
+_COMMON = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"}
+# s3fs hands what it does not know to aiobotocore's session.
+_SESSION = {"profile"}
+_STRICT = {"s3": _SESSION, "gs": set(), "az": set(), "file": set(), "memory": set()}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
+
+
+def check_option_names(location: Location, options: Mapping[str, Any]) -> None:
+    """Reject options that the filesystem would swallow without effect.
+
+    Only for the schemes whose classes are known here; any other filesystem is the
+    judge of its own options.
+
+    Raises:
+        ConfigError: Naming the first unknown option and its nearest known name.
+    """
+    more = _STRICT.get(location.scheme)
+    if more is None:
+        return
+    known = _known_options(_filesystem_class(location)) | _COMMON | more
+    for name in options:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"storage option {name!r} means nothing to {location.scheme}:// stores{hint}"
+        )
+
+
+def _known_options(cls: type) -> set[str]:
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or base is fsspec.AbstractFileSystem:
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        names |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    return names - {"self"}
+
+
+def _filesystem_class(location: Location) -> type:
+    try:
+        found: type = fsspec.get_filesystem_class(location.scheme)
+    except (ImportError, ValueError) as error:
+        package = _PACKAGES.get(location.scheme)
+        what = f": pip install {package}" if package else f": {redact(str(error))}"
+        raise ConfigError(
+            f"{location.scheme}:// needs a package that is not installed{what}"
+        ) from error
+    return found
+
+
+class FsspecClients:
+    """Opens the filesystem of one location on first use in each process. Thread-safe.
+
+    A listings cache would never see another node's checkpoint, and a shared instance
+    would bring one with it, so both are off.
+
+    Args:
+        location: The root.
+        options: The filesystem's own options.
+        fixed: Options that this engine sets itself, over the user's.
+
+    Raises:
+        ConfigError: If the filesystem's package is missing or an option is unknown.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        options: Mapping[str, Any],
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_option_names(location, options)
+        self._location = location
+        self._class = _filesystem_class(location)
+        self._options = {
+            **options,
+            **(fixed or {}),
+            "use_listings_cache": False,
+            "skip_instance_cache": True,
+        }
+        self._open: dict[int, Any] = {}
+        self._locks: dict[int, threading.Lock] = {}
+
+    def get(self) -> Any:
+        """Return this process's filesystem; a forked child gets one of its own."""
+        pid = os.getpid()
+        found = self._open.get(pid)
+        if found is not None:
+            return found
+        # A lock per process: the parent's may have been held when it forked.
+        with self._locks.setdefault(pid, threading.Lock()):
+            if pid not in self._open:
+                self._open[pid] = self._make()
+            return self._open[pid]
+
+    def close(self) -> None:
+        """Drop the filesystem; a later `get` opens a new one."""
+        self._open.pop(os.getpid(), None)
+
+    def _make(self) -> Any:
+        try:
+            return self._class(**self._options)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"cannot open {self._location.url}: {redact(str(error))}") from error

@@ -1,0 +1,189 @@
+"""The general engine: local folders, memory, Google, and any other fsspec filesystem.
+
+S3 has an engine of its own over s3fs, `dcpstore.store.s3fs_engine`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dcpstore.errors import CheckpointError, NotFoundError, StoreError
+from dcpstore.store.base import Capabilities, Fetched, ObjectInfo
+from dcpstore.store.error_map import Asked, from_fsspec
+from dcpstore.store.fsspec_clients import FsspecClients
+from dcpstore.store.fsspec_writers import TEMPORARY, info_of, writer_for
+from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
+from dcpstore.store.verdicts import check_length, deletes_failed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from dcpstore.store.base import Buffer, PutMode
+    from dcpstore.store.location import Location
+
+__all__ = ["FsspecStore"]
+
+_T = TypeVar("_T")
+_DELETE_THREADS = 8
+
+
+class FsspecStore:
+    """A `Store` on any fsspec filesystem.
+
+    Picklable by its configuration. In a forked child it opens a filesystem of its own.
+
+    Args:
+        location: The root.
+        storage_options: The filesystem's own options.
+
+    Raises:
+        ConfigError: If the filesystem's package is missing or an option is unknown.
+    """
+
+    def __init__(
+        self, location: Location, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._location = location
+        self._options = dict(storage_options or {})
+        self._clients = FsspecClients(location, self._options)
+        self._writer = writer_for(location.scheme)
+        root = "/".join(part for part in (location.bucket, location.prefix) if part)
+        self._root = root.rstrip("/") + "/" if root else ""
+
+    @property
+    def url(self) -> str:
+        """The root, without secrets."""
+        return self._location.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this store promises."""
+        return self._writer.capabilities
+
+    def get(self, key: str) -> Fetched:
+        """Fetch a whole object. The mark is asked for first, so it is never too new."""
+        path = self._path(key)
+
+        def call() -> Fetched:
+            fs = self._clients.get()
+            etag = info_of(key, fs.info(path)).etag
+            return Fetched(_view(fs.cat_file(path)), etag)
+
+        return _ask(Asked("get", key, self.url), call)
+
+    def get_range(self, key: str, start: int, end: int) -> memoryview:
+        """Fetch bytes ``[start, end)``."""
+        if end <= start:
+            return memoryview(b"")
+        path = self._path(key)
+        asked = Asked(f"get [{start}, {end}) of", key, self.url)
+
+        def call() -> memoryview:
+            return _view(self._clients.get().cat_file(path, start=start, end=end))
+
+        return check_length(asked, start, end, lambda: _ask(asked, call), lambda: self.head(key))
+
+    def head(self, key: str) -> ObjectInfo:
+        """Look an object up without its bytes."""
+        path = self._path(key)
+
+        def call() -> ObjectInfo:
+            found = self._clients.get().info(path)
+            if found.get("type") == "directory":
+                raise FileNotFoundError(f"{key} is a folder")
+            return info_of(key, found)
+
+        return _ask(Asked("head", key, self.url), call)
+
+    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
+        """Store one object in one atomic request and return its ETag."""
+        path, body = self._path(key), as_bytes_view(data)
+        asked = Asked("put", key, self.url).under(mode)
+        return _ask(asked, lambda: self._writer.put(self._clients.get(), path, body, mode))
+
+    def put_parts(
+        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+    ) -> str | None:
+        """Store one large object from parts, one after another, and return its ETag."""
+        del max_concurrency  # a file object takes one part at a time
+        path = self._path(key)
+        stream = checked_parts(parts, part_bytes)
+        upload = self._writer.open_upload(self._clients.get, path, part_bytes)
+        asked = Asked("put_parts", key, self.url)
+        try:
+            # Only the upload's own errors are mapped; the caller's come through.
+            for part in stream:
+                _ask(asked, lambda part=part: upload.write(part))  # type: ignore[misc]
+                del part
+            return _ask(asked, upload.finish)
+        except BaseException:
+            upload.abort()
+            raise
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below the folder ``prefix``."""
+        asked = Asked("list", prefix, self.url)
+        below = (self._root + prefix).rstrip("/")
+
+        def call() -> dict[str, dict[str, Any]]:
+            fs = self._clients.get()
+            try:
+                found: dict[str, dict[str, Any]] = fs.find(below, detail=True)
+            except FileNotFoundError:
+                if self._location.bucket:
+                    raise
+                return {}  # a folder that nobody has made yet is empty
+            return found
+
+        root = self._clients.get()._strip_protocol(self._root or "/")  # noqa: SLF001 - fsspec's own API for implementers and callers alike
+        cut = len(root.rstrip("/")) + 1 if root else 0
+        for path, info in _ask(asked, call).items():
+            key = path[cut:]
+            if info.get("type") != "directory" and key and TEMPORARY not in key:
+                yield info_of(key, info)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete objects; a missing one is no error."""
+        with ThreadPoolExecutor(_DELETE_THREADS, "dcpstore-delete") as pool:
+            failures = [f for f in pool.map(self._delete, keys) if f is not None]
+        if failures:
+            raise deletes_failed(failures[0], len(failures), len(keys)) from failures[0]
+
+    def close(self) -> None:
+        """Drop the filesystem; a later call opens a new one."""
+        self._clients.close()
+
+    def _delete(self, key: str) -> StoreError | None:
+        path = self._path(key)
+        try:
+            _ask(Asked("delete", key, self.url), lambda: self._clients.get().rm_file(path))
+        except NotFoundError:
+            return None
+        except StoreError as error:
+            return error
+        return None
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._location, self._options)
+
+
+def _view(data: Any) -> memoryview:
+    if isinstance(data, BaseException):
+        raise data  # some bulk calls of fsspec hand errors back as values
+    return memoryview(data).toreadonly()
+
+
+def _ask(asked: Asked, call: Callable[[], _T]) -> _T:
+    try:
+        return call()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise from_fsspec(asked, error) from error

@@ -1,0 +1,136 @@
+"""Where a store lies: URLs taken apart, checked, and cleared of secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from fsspec.registry import known_implementations, registry
+
+from dcpstore.errors import ConfigError
+
+__all__ = ["Location", "parse_location", "redact"]
+
+_ALIASES = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "azure": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "adl": "az",
+    "file": "file",
+    "local": "file",
+    "memory": "memory",
+}
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://(.*)$", re.DOTALL)
+_MANGLED = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/*(.*)$", re.DOTALL)
+_USERINFO = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
+_QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"')]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A bucket and a prefix.
+
+    Attributes:
+        scheme: ``s3``, ``gs``, ``az``, ``file``, ``memory``, or another that fsspec knows.
+        bucket: Bucket or container; empty for ``file`` and for other schemes.
+        prefix: Key prefix without slashes at its ends; the absolute path for ``file``.
+        url: The root as a user would write it, without secrets.
+        account: The storage account where an Azure URL names one.
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str
+    url: str
+    account: str | None = None
+
+
+def parse_location(url: str | os.PathLike[str]) -> Location:
+    """Take a URL or a local path apart.
+
+    Nothing is unquoted: ``%``, ``#`` and ``?`` in a URL are part of the key.
+
+    Raises:
+        ConfigError: If the URL is mangled (``s3:/bucket``), chained, carries
+            credentials, names no bucket, or has a scheme nobody serves.
+    """
+    text = os.fspath(url)
+    if not isinstance(text, str):
+        raise ConfigError(f"a store URL is text, not {type(text).__name__}")
+    if not text.strip():
+        raise ConfigError("the store URL is empty: write s3://bucket/prefix or a local path")
+    if "::" in text and "://" in text:
+        raise ConfigError(f"chained URLs are not supported: {redact(text)!r}")
+    match = _SCHEME.match(text)
+    if match is None:
+        _reject_mangled(text)
+        return _local(text)
+    scheme, rest = match.group(1).lower(), match.group(2)
+    kind = _ALIASES.get(scheme)
+    if kind == "file":
+        return _local(rest)
+    if kind is None:
+        return _foreign(scheme, rest)
+    return _remote(kind, rest, text)
+
+
+def redact(text: str) -> str:
+    """Blank out ``user:password@`` and the query strings of web addresses in a text."""
+    return _QUERY.sub(r"\1?...", _USERINFO.sub("***@", text))
+
+
+def _reject_mangled(text: str) -> None:
+    match = _MANGLED.match(text)
+    if match is None:
+        return
+    scheme, rest = match.group(1).lower(), match.group(2).lstrip("/")
+    if scheme not in _ALIASES and scheme not in known_implementations:
+        return
+    raise ConfigError(
+        f"{redact(text)!r} is not a URL: write {scheme}://{redact(rest)} as a str "
+        "(pathlib.Path drops one of the slashes)"
+    )
+
+
+def _local(path: str) -> Location:
+    # Not Path.resolve(): a link is part of the name that the user gave.
+    full = os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
+    return Location("file", "", full, f"file://{full}")
+
+
+def _foreign(scheme: str, rest: str) -> Location:
+    if scheme not in known_implementations and scheme not in registry:
+        known = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "file", "memory"))
+        raise ConfigError(
+            f"nothing serves {scheme}:// URLs: write one of {known}, a local path, "
+            "or another scheme that fsspec knows"
+        )
+    prefix = rest.rstrip("/")
+    return Location(scheme, "", prefix, redact(f"{scheme}://{prefix}"))
+
+
+def _remote(kind: str, rest: str, text: str) -> Location:
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    account = None
+    if kind == "az" and "@" in bucket:
+        bucket, _, host = bucket.partition("@")
+        account = host.split(".", 1)[0]
+    if "@" in bucket or ":" in bucket:
+        raise ConfigError(
+            f"{redact(text)!r} carries credentials or a port: give them in storage_options"
+        )
+    if not bucket:
+        if kind == "memory":
+            return Location(kind, "", prefix, f"memory://{prefix}")
+        raise ConfigError(f"{redact(text)!r} names no bucket: write {kind}://bucket/prefix")
+    tail = f"/{prefix}" if prefix else ""
+    if kind == "memory":
+        return Location(kind, "", bucket + tail, f"memory://{bucket}{tail}")
+    return Location(kind, bucket, prefix, f"{kind}://{bucket}{tail}", account)

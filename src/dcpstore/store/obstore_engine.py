@@ -1,0 +1,250 @@
+"""The Rust engine: S3, Google, Azure, local folders and memory, through obstore's own verbs.
+
+Calls release the GIL and block the calling thread. Bodies of puts are sent from the
+caller's memory without a copy; answers are Rust memory seen through a memoryview.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import obstore
+import obstore.exceptions
+
+from dcpstore.errors import CheckpointError, NotFoundError, StoreError
+from dcpstore.store.base import Buffer, Capabilities, Fetched, IfMatch, ObjectInfo, PutMode
+from dcpstore.store.error_map import Asked, from_obstore
+from dcpstore.store.obstore_clients import ObstoreClients
+from dcpstore.store.options import translate
+from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
+from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed
+
+if TYPE_CHECKING:
+    from dcpstore.store.location import Location
+
+__all__ = ["OBSTORE_SCHEMES", "ObstoreStore"]
+
+OBSTORE_SCHEMES = frozenset({"s3", "gs", "az", "file", "memory"})
+_DELETE_BATCH = 1000
+_T = TypeVar("_T")
+
+
+class ObstoreStore:
+    """A `Store` on obstore.
+
+    Picklable by its configuration; a copy opens its own connections. ``memory://`` is
+    private to the object: a pickled copy starts empty.
+
+    Args:
+        location: The root.
+        storage_options: fsspec-style options, see `dcpstore.store.options`.
+        part_retries: How often the engine sends a part of `put_parts` again.
+
+    Raises:
+        NotHonoured: If an option has no meaning for obstore.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        part_retries: int = 5,
+    ) -> None:
+        self._location = location
+        self._options = dict(storage_options or {})
+        self._part_retries = part_retries
+        self._clients = ObstoreClients(location, translate(location, self._options))
+        root = location.prefix.replace(os.sep, "/").strip("/")
+        self._root = f"{root}/" if root else ""
+
+    @property
+    def url(self) -> str:
+        """The root, without secrets."""
+        return self._location.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this store promises."""
+        return Capabilities(
+            atomic_create=True,
+            compare_and_swap=self._location.scheme != "file",
+            parallel_parts=True,
+            acknowledges_puts=True,
+        )
+
+    def get(self, key: str) -> Fetched:
+        """Fetch a whole object."""
+        path = self._path(key)
+
+        def call() -> Fetched:
+            answer = obstore.get(self._clients.get(), path)
+            etag = self._mark(answer.meta)
+            return Fetched(memoryview(answer.bytes()), etag)
+
+        return _ask(Asked("get", key, self.url), call)
+
+    def get_range(self, key: str, start: int, end: int) -> memoryview:
+        """Fetch bytes ``[start, end)``."""
+        if end <= start:
+            return memoryview(b"")
+        path = self._path(key)
+        asked = Asked(f"get [{start}, {end}) of", key, self.url)
+
+        def call() -> memoryview:
+            return memoryview(obstore.get_range(self._clients.get(), path, start=start, end=end))
+
+        return check_length(asked, start, end, lambda: _ask(asked, call), lambda: self.head(key))
+
+    def head(self, key: str) -> ObjectInfo:
+        """Look an object up without its bytes."""
+        path = self._path(key)
+        meta = _ask(Asked("head", key, self.url), lambda: obstore.head(self._clients.get(), path))
+        return self._info(meta)
+
+    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
+        """Store one object in one atomic request and return its ETag."""
+        path, body = self._path(key), as_bytes_view(data)
+        asked = Asked("put", key, self.url).under(mode)
+        if isinstance(mode, IfMatch) and not self.capabilities.compare_and_swap:
+            compare_etag(asked, mode, lambda: self.head(key))
+            mode = "overwrite"
+        theirs = self._theirs(mode)
+        return self._mark(
+            _ask(
+                asked,
+                lambda: obstore.put(
+                    self._clients.get(), path, body, mode=theirs, use_multipart=False
+                ),
+            )
+        )
+
+    def put_parts(
+        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+    ) -> str | None:
+        """Store one large object from parts, several in flight, and return its ETag."""
+        path = self._path(key)
+        stream = checked_parts(parts, part_bytes)
+        held: list[Buffer] = [next(stream, memoryview(b""))]
+        if memoryview(held[0]).nbytes < part_bytes:
+            for _ in stream:  # raises: a part after a short one
+                pass
+            return self.put(key, held.pop())
+        source = _Source(held, stream)
+        try:
+            result = _ask(
+                Asked("put_parts", key, self.url),
+                lambda: obstore.put(
+                    self._clients.get(self._part_retries),
+                    path,
+                    source,
+                    use_multipart=True,
+                    chunk_size=part_bytes,
+                    max_concurrency=max_concurrency,
+                ),
+            )
+        except CheckpointError:
+            if source.error is not None:
+                raise source.error from None
+            raise
+        return self._mark(result)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below the folder ``prefix``."""
+        asked = Asked("list", prefix, self.url)
+        below = (self._root + prefix).rstrip("/") or None
+        stream = _ask(asked, lambda: iter(obstore.list(self._clients.get(), prefix=below)))
+        while True:
+            chunk = _ask(asked, lambda: next(stream, None))
+            if chunk is None:
+                return
+            for meta in chunk:
+                yield self._info(meta)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete objects; a missing one is no error."""
+        paths = [self._path(key) for key in keys]
+        for first in range(0, len(paths), _DELETE_BATCH):
+            try:
+                self._delete(paths[first : first + _DELETE_BATCH])
+            except StoreError as error:
+                raise deletes_failed(error, len(keys) - first, len(keys)) from error
+
+    def close(self) -> None:
+        """Drop the clients; a later call opens new ones."""
+        self._clients.close()
+
+    def _delete(self, paths: Sequence[str]) -> None:
+        asked = Asked(f"delete {len(paths)} objects, first", paths[0], self.url)
+        try:
+            _ask(asked, lambda: obstore.delete(self._clients.get(), list(paths)))
+        except NotFoundError:
+            if self._location.scheme == "s3":
+                raise  # S3 knows no missing object here: it is the bucket
+            if len(paths) > 1:
+                for path in paths:
+                    self._delete([path])
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    def _mark(self, meta: Mapping[str, Any]) -> str | None:
+        """Google's conditional puts compare generations, so there that is the mark."""
+        name = "version" if self._location.scheme == "gs" else "e_tag"
+        mark = meta.get(name) or meta.get("e_tag")
+        return str(mark) if mark else None
+
+    def _theirs(self, mode: PutMode) -> Any:
+        if not isinstance(mode, IfMatch):
+            return mode
+        return {"version" if self._location.scheme == "gs" else "e_tag": mode.etag}
+
+    def _info(self, meta: Mapping[str, Any]) -> ObjectInfo:
+        key = str(meta["path"]).removeprefix(self._root)
+        return ObjectInfo(key, int(meta["size"]), self._mark(meta), meta["last_modified"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._location, self._options, self._part_retries)
+
+
+class _Source:
+    """The parts as obstore's iterator; keeps what their iteration raised.
+
+    obstore hands that exception on as it is, but only an identity test can tell it
+    from an error of the upload itself.
+    """
+
+    def __init__(self, held: list[Buffer], rest: Iterator[Buffer]) -> None:
+        self._held = held
+        self._rest = rest
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return self
+
+    def __next__(self) -> Buffer:
+        if self._held:
+            return self._held.pop()
+        try:
+            return next(self._rest)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.error = error
+            raise
+
+
+def _ask(asked: Asked, call: Callable[[], _T]) -> _T:
+    try:
+        return call()
+    except (obstore.exceptions.BaseError, OSError, ValueError) as error:
+        raise from_obstore(asked, error) from error
+
+
+def _rebuild(location: Location, options: dict[str, Any], part_retries: int) -> ObstoreStore:
+    return ObstoreStore(location, options, part_retries=part_retries)

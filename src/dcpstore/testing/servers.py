@@ -1,0 +1,222 @@
+"""Servers for tests and demos: an embedded S3 that ends with the process that started it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+from xml.etree import ElementTree as ET
+
+from dcpstore.testing.s3_wire import Fault, LoggedRequest
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["MotoServer", "S3Client"]
+
+_START_S = 60.0
+
+
+class MotoServer:
+    """An S3 server (moto) in a process of its own on 127.0.0.1.
+
+    It keeps everything in memory, checks no credentials and no checksums, and
+    decides conditional puts rightly. Every request is logged; latency and faults can
+    be scripted while it runs. Needs ``moto[server,s3]``.
+
+    ```python
+    with MotoServer(latency_s=0.02) as server:
+        server.create_bucket("run")
+        store = open_store("s3://run/a", storage_options=server.storage_options())
+    ```
+
+    Args:
+        latency_s: Time that every request waits before it is served, concurrently.
+    """
+
+    def __init__(self, *, latency_s: float = 0.0) -> None:
+        self._latency_s = latency_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._endpoint_url = ""
+
+    def start(self) -> MotoServer:
+        """Start the process and wait until it serves.
+
+        Raises:
+            RuntimeError: If it ends or stays silent instead.
+        """
+        command = [sys.executable, "-m", "dcpstore.testing.s3_server"]
+        self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
+            [*command, "--latency-s", str(self._latency_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.strip().isdigit():
+            self.close()
+            raise RuntimeError("the S3 server did not start: is moto[server,s3] installed?")
+        self._endpoint_url = f"http://127.0.0.1:{int(line)}"
+        return self
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def __enter__(self) -> MotoServer:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def endpoint_url(self) -> str:
+        """Where it listens, as ``http://127.0.0.1:port``."""
+        return self._endpoint_url
+
+    def storage_options(self) -> dict[str, Any]:
+        """fsspec-style options that reach this server."""
+        return {
+            "key": "test",
+            "secret": "test",
+            "endpoint_url": self._endpoint_url,
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
+
+    def create_bucket(self, name: str) -> S3Client:
+        """Make a bucket and return a client for it."""
+        client = self.client(name)
+        client.request("PUT")
+        return client
+
+    def client(self, bucket: str) -> S3Client:
+        """Return a minimal client of one bucket, independent of all engines."""
+        return S3Client(self._endpoint_url, bucket)
+
+    def requests(self) -> list[LoggedRequest]:
+        """All requests since the start or the last `clear_requests`, in order of answer."""
+        return [LoggedRequest(**entry) for entry in self._control("log")]
+
+    def counts(self) -> Counter[str]:
+        """How many requests of each operation were made."""
+        return Counter(request.operation for request in self.requests())
+
+    def clear_requests(self) -> None:
+        """Forget the requests so far."""
+        self._control("clear")
+
+    def add_fault(self, fault: Fault) -> None:
+        """Script a fault; earlier ones are tried first."""
+        self._control("fault", asdict(fault))
+
+    def heal(self) -> None:
+        """Forget all faults."""
+        self._control("heal")
+
+    def set_latency(self, latency_s: float) -> None:
+        """Let every later request wait so long."""
+        self._control("latency", {"latency_s": latency_s})
+
+    def _control(self, what: str, given: dict[str, Any] | None = None) -> Any:
+        body = json.dumps(given or {}).encode()
+        return json.loads(_send("POST", f"{self._endpoint_url}/_dcpstore/{what}", body))
+
+
+class S3Client:
+    """A bucket seen with nothing but plain HTTP. For servers that check no signature.
+
+    Args:
+        endpoint_url: The server.
+        bucket: The bucket.
+    """
+
+    def __init__(self, endpoint_url: str, bucket: str) -> None:
+        self._base = f"{endpoint_url}/{bucket}"
+
+    def request(self, method: str, key: str = "", query: str = "", body: bytes = b"") -> bytes:
+        """Send one request and return the answer's body.
+
+        Raises:
+            urllib.error.HTTPError: If the server refuses.
+        """
+        path = f"/{quote(key, safe='/~')}" if key else ""
+        return _send(method, f"{self._base}{path}{f'?{query}' if query else ''}", body)
+
+    def get(self, key: str) -> bytes:
+        """Fetch an object."""
+        return self.request("GET", key)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store an object."""
+        self.request("PUT", key, body=data)
+
+    def delete(self, key: str) -> None:
+        """Delete an object."""
+        self.request("DELETE", key)
+
+    def exists(self) -> bool:
+        """Whether the bucket exists."""
+        try:
+            self.request("GET", query="list-type=2&max-keys=1")
+        except urllib.error.HTTPError as error:
+            with error:
+                return False
+        return True
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys below a prefix, sorted."""
+        found: list[str] = []
+        more = ""
+        while True:
+            query = f"list-type=2&prefix={quote(prefix, safe='')}{more}"
+            tree = ET.fromstring(self.request("GET", query=query))  # noqa: S314 - our own server
+            found += [one.text or "" for one in tree.iterfind(".//{*}Contents/{*}Key")]
+            token = tree.findtext("{*}NextContinuationToken")
+            if not token:
+                return sorted(found)
+            more = f"&continuation-token={quote(token, safe='')}"
+
+    def open_uploads(self) -> list[str]:
+        """Keys of the multipart uploads that were neither completed nor aborted."""
+        tree = ET.fromstring(self.request("GET", query="uploads"))  # noqa: S314 - our own server
+        return sorted(one.text or "" for one in tree.iterfind(".//{*}Upload/{*}Key"))
+
+    def flip_bit(self, key: str, offset: int, bit: int = 0) -> None:
+        """Change one bit of a stored object."""
+        data = bytearray(self.get(key))
+        data[offset] ^= 1 << bit
+        self.put(key, bytes(data))
+
+    def truncate(self, key: str, size_bytes: int) -> None:
+        """Cut a stored object off."""
+        self.put(key, self.get(key)[:size_bytes])
+
+
+def _send(method: str, url: str, body: bytes) -> bytes:
+    request = urllib.request.Request(url, data=body or None, method=method)  # noqa: S310 - our own server
+    if body:
+        request.add_header("Content-Type", "application/octet-stream")
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - our own server
+        return bytes(answer.read())
