@@ -1,0 +1,202 @@
+"""Entry point of ``python -m dcpstore.demo``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from dcpstore.demo.job import NUM_MICRO_BATCHES, JobReport, JobSpec, train
+from dcpstore.demo.launch import RanksError, run_ranks
+from dcpstore.demo.model import ModelConfig
+from dcpstore.demo.report import (
+    Check,
+    check_final_state,
+    check_losses,
+    check_restored_state,
+    format_bytes,
+    loss_table,
+    object_table,
+)
+from dcpstore.store import open_store
+from dcpstore.testing.servers import MotoServer
+
+__all__ = ["main"]
+
+BUCKET = "dcpstore-demo"
+JOB_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asks for."""
+
+    save_ranks: int
+    load_ranks: int
+    num_steps: int
+    seed: int
+    keep_server: bool
+    model: ModelConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; return 0 if every check passed."""
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, _exit_on_signal)  # so that a killed demo ends its children
+    try:
+        with MotoServer() as server, tempfile.TemporaryDirectory(prefix="dcpstore-demo-") as folder:
+            server.create_bucket(BUCKET)
+            _say(f"An S3 server is up at {server.endpoint_url}, with the bucket {BUCKET!r}.")
+            demo = _Demo(options, Path(folder), server)
+            checks = demo.run()
+            if options.keep_server:
+                _keep(server.endpoint_url)
+    except RanksError as error:
+        _say(f"FAIL  {error}")
+        return 1
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    return 0 if all(check.passed for check in checks) else 1
+
+
+class _Demo:
+    """The three jobs, one after the other."""
+
+    def __init__(self, options: Options, folder: Path, server: MotoServer) -> None:
+        half = options.num_steps // 2
+        self.options = options
+        self.folder = folder
+        self.server = server
+        self.spec = JobSpec(
+            num_ranks=options.save_ranks,
+            first_step=0,
+            end_step=options.num_steps,
+            url=f"s3://{BUCKET}/run/step-{half}",
+            storage_options=server.storage_options(),
+            save_before_step=half,
+            seed=options.seed,
+            weights_seed=options.seed,
+            folder=folder,
+            model=options.model,
+        )
+
+    def run(self) -> list[Check]:
+        half = self.spec.save_before_step
+        assert half is not None
+        _say(f"\nTraining on {self.spec.num_ranks} ranks, saving to {self.spec.url} ...")
+        reference = self._run_job(self.spec, "reference")
+        _say(
+            f"  saved {format_bytes(reference.state_bytes)} of model and optimizer state"
+            f" in {reference.checkpoint_s:.1f} s; this is what lies there:"
+        )
+        self._show_objects()
+
+        checks: list[Check] = []
+        curves: dict[str, Sequence[float]] = {}
+        expected = reference.losses[half:]
+        for num_ranks in dict.fromkeys([self.options.load_ranks, self.options.save_ranks]):
+            _say(f"\nA new job with other weights on {num_ranks} rank(s), resuming from there ...")
+            # Another weights_seed: were nothing loaded, nothing would agree.
+            spec = replace(
+                self.spec,
+                num_ranks=num_ranks,
+                first_step=half,
+                save_before_step=None,
+                weights_seed=self.options.seed + num_ranks,
+            )
+            resumed = self._run_job(spec, f"resumed-{num_ranks}")
+            _say(f"  loaded in {resumed.checkpoint_s:.1f} s")
+            same_layout = num_ranks == self.options.save_ranks
+            curves[f"on {num_ranks} rank(s)"] = resumed.losses
+            checks.append(check_restored_state(reference, resumed, num_ranks))
+            checks.append(check_losses(expected, resumed.losses, num_ranks, exactly=same_layout))
+            if same_layout:
+                checks.append(check_final_state(reference, resumed, num_ranks))
+
+        _say(f"\nLoss per step\n{_indent(loss_table(reference.losses, curves, half))}\n")
+        for check in checks:
+            _say(str(check))
+        num_passed = sum(check.passed for check in checks)
+        _say(f"\n{num_passed} of {len(checks)} checks passed")
+        return checks
+
+    def _run_job(self, spec: JobSpec, name: str) -> JobReport:
+        folder = self.folder / name
+        folder.mkdir()
+        spec = replace(spec, folder=folder)
+        start_s = time.perf_counter()
+        self.server.clear_requests()
+        run_ranks(train, spec, spec.num_ranks, timeout_s=JOB_TIMEOUT_S)
+        report = JobReport.read(spec.report_path)
+        seconds = time.perf_counter() - start_s
+        _say(f"  {len(report.losses)} steps, {seconds:.1f} s with the start of its processes")
+        counts = sorted(self.server.counts().items())
+        _say(f"  requests: {', '.join(f'{count} {name}' for name, count in counts)}")
+        return report
+
+    def _show_objects(self) -> None:
+        store = open_store(self.spec.url, storage_options=self.spec.storage_options)
+        try:
+            _say(_indent(object_table(list(store.list()))))
+        finally:
+            store.close()
+
+
+def _parse(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="python -m dcpstore.demo",
+        description="Train, save to an emulated bucket, resume on other ranks, compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    ranks = [n for n in range(1, NUM_MICRO_BATCHES + 1) if NUM_MICRO_BATCHES % n == 0]
+    model = ModelConfig()
+    parser.add_argument("--save-ranks", type=int, choices=ranks, default=4)
+    parser.add_argument("--load-ranks", type=int, choices=ranks, default=2)
+    parser.add_argument("--steps", type=int, default=20, help="at least 2; saves half way")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=int, default=model.width, help="a multiple of 4")
+    parser.add_argument("--layers", type=int, default=model.num_layers)
+    parser.add_argument("--keep-server", action="store_true", help="until ctrl-C")
+    given = parser.parse_args(arguments)
+    if given.steps < 2 or given.width < 4 or given.width % 4 or given.layers < 1:
+        parser.error("needs --steps >= 2, --width a multiple of 4, --layers >= 1")
+    return Options(
+        save_ranks=given.save_ranks,
+        load_ranks=given.load_ranks,
+        num_steps=given.steps,
+        seed=given.seed,
+        keep_server=given.keep_server,
+        model=replace(model, width=given.width, num_layers=given.layers),
+    )
+
+
+def _keep(endpoint_url: str) -> None:
+    _say(f"\nThe server stays up at {endpoint_url} until ctrl-C.")
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(3600)
+
+
+def _exit_on_signal(signum: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + signum)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
