@@ -123,6 +123,10 @@ class FsspecClients:
 
     def _make(self) -> Any:
         try:
-            return self._class(**self._options)
+            fs = self._class(**self._options)
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"cannot open {self._location.url}: {redact(str(error))}") from error
+        # s3fs repeats requests by itself, without jitter or a shared limit; ours do.
+        if hasattr(fs, "retries"):
+            fs.retries = 1
+        return fs

@@ -7,6 +7,8 @@ caller's memory without a copy; answers are Rust memory seen through a memoryvie
 from __future__ import annotations
 
 import os
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +30,7 @@ __all__ = ["OBSTORE_SCHEMES", "ObstoreStore"]
 
 OBSTORE_SCHEMES = frozenset({"s3", "gs", "az", "file", "memory"})
 _DELETE_BATCH = 1000
+_DRAIN_S = 60.0
 _T = TypeVar("_T")
 
 
@@ -127,8 +130,8 @@ class ObstoreStore:
         """Store one large object from parts, several in flight, and return its ETag."""
         path = self._path(key)
         stream = checked_parts(parts, part_bytes)
-        held: list[Buffer] = [next(stream, memoryview(b""))]
-        if memoryview(held[0]).nbytes < part_bytes:
+        held = [next(stream, memoryview(b""))]
+        if held[0].nbytes < part_bytes:
             for _ in stream:  # raises: a part after a short one
                 pass
             return self.put(key, held.pop())
@@ -215,28 +218,37 @@ class ObstoreStore:
 class _Source:
     """The parts as obstore's iterator; keeps what their iteration raised.
 
-    obstore hands that exception on as it is, but only an identity test can tell it
-    from an error of the upload itself.
+    obstore aborts the upload as soon as an exception leaves here. A part that is still
+    being sent then may land after the abort, and S3 would keep it for ever, so the
+    exception waits until obstore has dropped every part.
     """
 
-    def __init__(self, held: list[Buffer], rest: Iterator[Buffer]) -> None:
+    def __init__(self, held: list[memoryview], rest: Iterator[memoryview]) -> None:
         self._held = held
         self._rest = rest
+        self._sent: list[weakref.ref[memoryview]] = []
         self.error: Exception | None = None
 
-    def __iter__(self) -> Iterator[Buffer]:
+    def __iter__(self) -> Iterator[memoryview]:
         return self
 
-    def __next__(self) -> Buffer:
-        if self._held:
-            return self._held.pop()
+    def __next__(self) -> memoryview:
         try:
-            return next(self._rest)
+            part = self._held.pop() if self._held else next(self._rest)
         except StopIteration:
             raise
         except Exception as error:
             self.error = error
+            self._wait_for_parts()
             raise
+        self._sent = [one for one in self._sent if one() is not None]
+        self._sent.append(weakref.ref(part))
+        return part
+
+    def _wait_for_parts(self) -> None:
+        until = time.monotonic() + _DRAIN_S
+        while time.monotonic() < until and any(one() is not None for one in self._sent):
+            time.sleep(0.005)
 
 
 def _ask(asked: Asked, call: Callable[[], _T]) -> _T:

@@ -60,7 +60,7 @@ def open_store(
         except NotHonoured as error:
             raise ConfigError(f"{error}, so engine='obstore' cannot honour it") from None
     elif engine == "fsspec":
-        inner = _open_fsspec(location, options)
+        inner = _open_fsspec(location, options, policy)
     else:
         raise ConfigError(f"engine={engine!r}: write 'auto', 'obstore' or 'fsspec'")
     return RetryingStore(inner, policy, limiter)
@@ -68,12 +68,12 @@ def open_store(
 
 def _open_either(location: Location, options: dict[str, Any], policy: RetryPolicy) -> Store:
     if location.scheme not in _AUTO_OBSTORE or _is_json_emulator(location, options):
-        return _open_fsspec(location, options)
+        return _open_fsspec(location, options, policy)
     try:
         return _open_obstore(location, options, policy)
     except NotHonoured as refusal:
         try:
-            return _open_fsspec(location, options)
+            return _open_fsspec(location, options, policy)
         except ConfigError as error:
             raise ConfigError(f"{error.message} (obstore: {refusal})") from error
 
@@ -93,7 +93,11 @@ def _open_obstore(location: Location, options: dict[str, Any], policy: RetryPoli
     return ObstoreStore(location, options, part_retries=policy.max_attempts - 1)
 
 
-def _open_fsspec(location: Location, options: dict[str, Any]) -> Store:
+def _open_fsspec(location: Location, options: dict[str, Any], policy: RetryPolicy) -> Store:
+    if location.scheme == "s3":
+        from dcpstore.store.s3fs_engine import S3fsStore
+
+        return S3fsStore(location, options, part_policy=policy)
     from dcpstore.store.fsspec_engine import FsspecStore
 
     return FsspecStore(location, options)

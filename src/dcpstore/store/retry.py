@@ -27,7 +27,7 @@ from dcpstore.store.limiter import AdaptiveLimiter
 if TYPE_CHECKING:
     from dcpstore.store.base import Buffer, Capabilities, Fetched, ObjectInfo, PutMode, Store
 
-__all__ = ["RetryPolicy", "RetryingStore"]
+__all__ = ["RetryPolicy", "RetryingStore", "call_with_retries"]
 
 _T = TypeVar("_T")
 
@@ -174,37 +174,71 @@ class RetryingStore:
     def _repeat(
         self, request: Callable[[], _T], may_repeat: Callable[[StoreError], bool] | None = None
     ) -> _T:
-        may_repeat = may_repeat or _if_retryable
-        began = self._clock()
-        num_failures = 0
-        while True:
+        def limited() -> _T:
             try:
                 with self._limiter.slot():
                     answer = request()
             except StoreError as error:
-                num_failures += 1
                 if error.throttled:
                     self._limiter.note_throttle(error.retry_after_s)
-                if not may_repeat(error):
-                    raise
-                self._wait(error, num_failures, began)
-            else:
-                self._limiter.note_success()
-                return answer
+                raise
+            self._limiter.note_success()
+            return answer
 
-    def _wait(self, error: StoreError, num_failures: int, began: float) -> None:
-        policy = self._policy
-        spent_s = self._clock() - began
-        delay_s = policy.delay_s(num_failures, self._rng.random(), error.retry_after_s)
-        if num_failures >= policy.max_attempts or spent_s + delay_s > policy.total_deadline_s:
-            raise _given_up(error, num_failures, spent_s) from error
-        self._sleep(delay_s)
+        return call_with_retries(
+            limited,
+            self._policy,
+            may_repeat=may_repeat or _if_retryable,
+            clock=self._clock,
+            sleep=self._sleep,
+            rng=self._rng,
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._inner, self._policy, self._limiter)
+
+
+def call_with_retries(
+    request: Callable[[], _T],
+    policy: RetryPolicy,
+    *,
+    may_repeat: Callable[[StoreError], bool] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    rng: random.Random | None = None,
+) -> _T:
+    """Call until it succeeds, must not be repeated, or the policy gives up.
+
+    Args:
+        request: Raises `StoreError` for what another try may change.
+        policy: How long to keep trying.
+        may_repeat: Which errors to repeat after; None for the retryable ones.
+        clock: Monotonic seconds.
+        sleep: Called between attempts.
+        rng: Source of the jitter.
+
+    Raises:
+        StoreError: The last one, with the number of attempts and the time they took.
+    """
+    may_repeat = may_repeat or _if_retryable
+    rng = rng or random.Random()
+    began = clock()
+    num_failures = 0
+    while True:
+        try:
+            return request()
+        except StoreError as error:
+            num_failures += 1
+            if not may_repeat(error):
+                raise
+            spent_s = clock() - began
+            delay_s = policy.delay_s(num_failures, rng.random(), error.retry_after_s)
+            if num_failures >= policy.max_attempts or spent_s + delay_s > policy.total_deadline_s:
+                raise _given_up(error, num_failures, spent_s) from error
+        sleep(delay_s)
 
 
 def _if_retryable(error: StoreError) -> bool:

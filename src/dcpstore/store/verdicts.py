@@ -85,10 +85,13 @@ def compare_etag(asked: Asked, mode: IfMatch, head: Callable[[], ObjectInfo]) ->
         raise ConflictError(f"{asked}: its ETag is {found}, not {mode.etag}: somebody replaced it")
 
 
-def deletes_failed(cause: StoreError, num_left: int, num_keys: int) -> StoreError:
+def deletes_failed(cause: CheckpointError, num_left: int, num_keys: int) -> StoreError:
     """Say how many deletes failed; what `cause` says of retries holds for all."""
+    message = f"up to {num_left} of {num_keys} deletes failed, first: {cause.message}"
+    if not isinstance(cause, StoreError):
+        return StoreError(message)
     return StoreError(
-        f"up to {num_left} of {num_keys} deletes failed, first: {cause.message}",
+        message,
         key=cause.key,
         retryable=cause.retryable,
         throttled=cause.throttled,

@@ -1,0 +1,358 @@
+"""S3 through s3fs: its sessions and credentials, S3's own verbs, none of its file layer.
+
+s3fs's file layer creates buckets, caches listings, publishes truncated objects and
+cannot put conditionally on older generations of botocore. Its ``call_s3`` does none
+of that, so every verb here is one S3 operation.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fsspec.asyn import sync
+
+from dcpstore.errors import AlreadyExistsError, CheckpointError, NotFoundError
+from dcpstore.store.base import Capabilities, Fetched, IfMatch, ObjectInfo
+from dcpstore.store.error_map import Answer, Asked, from_answer, from_fsspec
+from dcpstore.store.fsspec_clients import FsspecClients
+from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
+from dcpstore.store.retry import RetryPolicy, call_with_retries
+from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from dcpstore.store.base import Buffer, PutMode
+    from dcpstore.store.location import Location
+
+__all__ = ["S3fsStore"]
+
+_LOG = logging.getLogger("dcpstore.store")
+_T = TypeVar("_T")
+_DELETE_BATCH = 1000
+
+
+class S3fsStore:
+    """A `Store` on s3fs.
+
+    Picklable by its configuration. In a forked child it opens a session of its own.
+    Bodies of puts are copied once: aiobotocore takes nothing but ``bytes``.
+
+    Args:
+        location: The root.
+        storage_options: s3fs's own options.
+        part_policy: How long to keep trying to send one part of `put_parts`.
+
+    Raises:
+        ConfigError: If s3fs is missing or an option is unknown to it.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        part_policy: RetryPolicy | None = None,
+    ) -> None:
+        self._location = location
+        self._options = dict(storage_options or {})
+        self._part_policy = part_policy or RetryPolicy()
+        self._clients = FsspecClients(location, self._options, _fixed_options(self._options))
+        self._root = f"{location.prefix}/" if location.prefix else ""
+
+    @property
+    def url(self) -> str:
+        """The root, without secrets."""
+        return self._location.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this store promises; old generations of botocore lack conditional puts."""
+        known = _put_parameters()
+        return Capabilities(
+            atomic_create="IfNoneMatch" in known,
+            compare_and_swap="IfMatch" in known,
+            parallel_parts=True,
+            acknowledges_puts=True,
+        )
+
+    def get(self, key: str) -> Fetched:
+        """Fetch a whole object."""
+        answer, data = self._fetch(Asked("get", key, self.url), key)
+        return Fetched(data, answer.get("ETag") or None)
+
+    def get_range(self, key: str, start: int, end: int) -> memoryview:
+        """Fetch bytes ``[start, end)``."""
+        if end <= start:
+            return memoryview(b"")
+        asked = Asked(f"get [{start}, {end}) of", key, self.url)
+        span = f"bytes={start}-{end - 1}"
+        return check_length(
+            asked,
+            start,
+            end,
+            lambda: self._fetch(asked, key, Range=span)[1],
+            lambda: self.head(key),
+        )
+
+    def head(self, key: str) -> ObjectInfo:
+        """Look an object up without its bytes."""
+        found = self._call(Asked("head", key, self.url), "head_object", Key=self._path(key))
+        return ObjectInfo(
+            key, int(found["ContentLength"]), found.get("ETag") or None, found.get("LastModified")
+        )
+
+    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
+        """Store one object in one atomic request and return its ETag."""
+        path, body = self._path(key), as_bytes_view(data)
+        asked = Asked("put", key, self.url).under(mode)
+        condition = self._condition(asked, key, mode)
+        answer = self._call(asked, "put_object", Key=path, Body=bytes(body), **condition)
+        return answer.get("ETag") or None
+
+    def put_parts(
+        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+    ) -> str | None:
+        """Store one large object from parts, several in flight, and return its ETag."""
+        path = self._path(key)
+        stream = checked_parts(parts, part_bytes)
+        held = [next(stream, memoryview(b""))]
+        if held[0].nbytes < part_bytes:
+            for _ in stream:  # raises: a part after a short one
+                pass
+            return self.put(key, held.pop())
+        upload = _MultipartUpload(self, key, path)
+        try:
+            with ThreadPoolExecutor(max_concurrency, "dcpstore-part") as pool:
+                sent = _send_all(pool, upload.send, _chain(held, stream), max_concurrency)
+            return upload.complete(sent)
+        except BaseException:
+            upload.abort()
+            raise
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below the folder ``prefix``."""
+        asked = Asked("list", prefix, self.url)
+        more: dict[str, str] = {}
+        while True:
+            page = self._call(asked, "list_objects_v2", Prefix=self._root + prefix, **more)
+            for one in page.get("Contents", ()):
+                key = one["Key"].removeprefix(self._root)
+                yield ObjectInfo(key, one["Size"], one.get("ETag") or None, one["LastModified"])
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete objects; a missing one is no error."""
+        failed: list[tuple[str, Mapping[str, Any]]] = []
+        for first in range(0, len(keys), _DELETE_BATCH):
+            batch = keys[first : first + _DELETE_BATCH]
+            asked = Asked(f"delete {len(batch)} objects, first", batch[0], self.url)
+            doomed = {"Objects": [{"Key": self._path(key)} for key in batch], "Quiet": True}
+            answer = self._call(asked, "delete_objects", Delete=doomed)
+            failed += [(one.get("Key", ""), one) for one in answer.get("Errors", ())]
+        if failed:
+            key, said = failed[0]
+            raise deletes_failed(
+                from_answer(
+                    Asked("delete", key, self.url),
+                    Answer(
+                        status=403 if said.get("Code") == "AccessDenied" else 500,
+                        code=said.get("Code"),
+                        text=str(said.get("Message", "")),
+                    ),
+                ),
+                len(failed),
+                len(keys),
+            )
+
+    def close(self) -> None:
+        """Drop the session; a later call opens a new one."""
+        self._clients.close()
+
+    def _condition(self, asked: Asked, key: str, mode: PutMode) -> dict[str, str]:
+        can = self.capabilities
+        if isinstance(mode, IfMatch):
+            if can.compare_and_swap:
+                return {"IfMatch": mode.etag}
+            compare_etag(asked, mode, lambda: self.head(key))
+        elif mode == "create":
+            if can.atomic_create:
+                return {"IfNoneMatch": "*"}
+            self._reject_existing(asked, key)
+        return {}
+
+    def _reject_existing(self, asked: Asked, key: str) -> None:
+        try:
+            self.head(key)
+        except NotFoundError:
+            return
+        raise AlreadyExistsError(f"{asked}: the object exists already")
+
+    def _fetch(self, asked: Asked, key: str, **more: Any) -> tuple[dict[str, Any], memoryview]:
+        path = self._path(key)
+
+        def call() -> tuple[dict[str, Any], memoryview]:
+            fs = self._clients.get()
+            answer, data = sync(
+                fs.loop, _get_object, fs, Bucket=self._location.bucket, Key=path, **more
+            )
+            return answer, memoryview(data).toreadonly()
+
+        return _ask(asked, call)
+
+    def _call(self, asked: Asked, operation: str, **more: Any) -> dict[str, Any]:
+        def call() -> dict[str, Any]:
+            fs = self._clients.get()
+            answer: dict[str, Any] = fs.call_s3(operation, Bucket=self._location.bucket, **more)
+            return answer
+
+        return _ask(asked, call)
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._location, self._options, self._part_policy)
+
+
+class _MultipartUpload:
+    """One multipart upload: begun at once, then parts from any thread, then an end."""
+
+    def __init__(self, store: S3fsStore, key: str, path: str) -> None:
+        self._store = store
+        self._key = key
+        self._path = path
+        begun = self._retrying("begin the upload of", "create_multipart_upload")
+        self._upload_id = begun["UploadId"]
+
+    def send(self, number: int, part: memoryview) -> dict[str, Any]:
+        verb = f"send part {number} of"
+        more = {"UploadId": self._upload_id, "PartNumber": number, "Body": bytes(part)}
+        answer = self._retrying(verb, "upload_part", **more)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    def complete(self, sent: list[dict[str, Any]]) -> str | None:
+        answer = self._retrying(
+            "complete the upload of",
+            "complete_multipart_upload",
+            UploadId=self._upload_id,
+            MultipartUpload={"Parts": sent},
+        )
+        return answer.get("ETag") or None
+
+    def abort(self) -> None:
+        try:
+            self._retrying(
+                "abort the upload of", "abort_multipart_upload", UploadId=self._upload_id
+            )
+        except NotFoundError:
+            pass  # it is gone already
+        except CheckpointError as error:
+            _LOG.warning("an unfinished multipart upload may remain: %s", error)
+
+    def _retrying(self, verb: str, operation: str, **more: Any) -> dict[str, Any]:
+        asked = Asked(verb, self._key, self._store.url)
+        return call_with_retries(
+            lambda: self._store._call(asked, operation, Key=self._path, **more),  # noqa: SLF001 - its other half
+            self._store._part_policy,  # noqa: SLF001 - its other half
+        )
+
+
+def _send_all(
+    pool: ThreadPoolExecutor,
+    send: Callable[[int, memoryview], dict[str, Any]],
+    parts: Iterator[memoryview],
+    max_concurrency: int,
+) -> list[dict[str, Any]]:
+    """Send parts as places free up; the pool's end then waits for those in flight."""
+    free = threading.Semaphore(max_concurrency)
+    broken = threading.Event()
+    futures: list[Future[dict[str, Any]]] = []
+
+    def work(number: int, holder: list[memoryview]) -> dict[str, Any]:
+        try:
+            return send(number, holder[0])
+        except BaseException:
+            broken.set()
+            raise
+        finally:
+            holder.clear()  # the future lives on; the part must not
+            free.release()
+
+    number = 0
+    while True:
+        free.acquire()
+        if broken.is_set():
+            break
+        part = next(parts, None)
+        if part is None:
+            break
+        number += 1
+        futures.append(pool.submit(work, number, [part]))
+        del part
+    return [future.result() for future in futures]
+
+
+def _chain(held: list[memoryview], rest: Iterator[memoryview]) -> Iterator[memoryview]:
+    yield held.pop()
+    yield from rest
+
+
+async def _get_object(fs: Any, **more: Any) -> tuple[dict[str, Any], bytes]:
+    answer = await fs._call_s3("get_object", **more)  # noqa: SLF001 - the body must be read on s3fs's own loop
+    async with answer["Body"] as body:
+        return answer, await body.read()
+
+
+def _fixed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint store needs from botocore, under what the user says."""
+    config: dict[str, Any] = dict(options.get("config_kwargs") or {})
+    s3 = dict(config.get("s3") or {})
+    # Hashing each body costs 0.9 CPU s/GiB over plain HTTP, and our CRC32C covers it.
+    s3.setdefault("payload_signing_enabled", False)
+    defaults: dict[str, Any] = {
+        "retries": {"max_attempts": 0},  # ours are jittered, shared and bounded
+        "max_pool_connections": 128,  # botocore's 10 would queue what we send at once
+        "read_timeout": 60,
+    }
+    for name in ("request_checksum_calculation", "response_checksum_validation"):
+        if name in _config_names():  # Ceph and others refuse checksum trailers
+            defaults[name] = "when_required"
+    return {"config_kwargs": {**defaults, **config, "s3": s3}}
+
+
+@lru_cache(maxsize=1)
+def _config_names() -> frozenset[str]:
+    from botocore.config import Config
+
+    return frozenset(Config.OPTION_DEFAULTS)
+
+
+@lru_cache(maxsize=1)
+def _put_parameters() -> frozenset[str]:
+    from botocore.session import Session
+
+    model = Session().get_service_model("s3").operation_model("PutObject")
+    return frozenset(model.input_shape.members)
+
+
+def _ask(asked: Asked, call: Callable[[], _T]) -> _T:
+    try:
+        return call()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise from_fsspec(asked, error) from error
+
+
+def _rebuild(location: Location, options: dict[str, Any], part_policy: RetryPolicy) -> S3fsStore:
+    return S3fsStore(location, options, part_policy=part_policy)
