@@ -1,19 +1,27 @@
 """Fakes and servers for tests of code that uses object stores.
 
-All fakes are `dcpstore.store.Store`s that wrap another one, so they compose.
+The fakes are `dcpstore.store.Store`s that wrap another one, so they compose:
+``RecordingStore(LatencyStore(open_store("memory://x"), latency_s=0.02))``.
+`dcpstore.testing.conformance` checks any store of yours.
 """
 
 from __future__ import annotations
 
+from dcpstore.testing.faults import Crashed, FaultyStore, StoreFault
+from dcpstore.testing.latency import LatencyStore
 from dcpstore.testing.recording import RecordingStore, StoreRequest
 from dcpstore.testing.s3_wire import Fault, LoggedRequest
 from dcpstore.testing.servers import MotoServer, S3Client
 
 __all__ = [
+    "Crashed",
     "Fault",
+    "FaultyStore",
+    "LatencyStore",
     "LoggedRequest",
     "MotoServer",
     "RecordingStore",
     "S3Client",
+    "StoreFault",
     "StoreRequest",
 ]
