@@ -30,7 +30,7 @@ from dcpstore.format.zipfmt import MAX32, Member, central_directory, local_heade
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT_BYTES", "RecordLayout", "plan_record"]
+__all__ = ["ALIGNMENT_BYTES", "RecordLayout", "plan_record", "row_major_strides"]
 
 ALIGNMENT_BYTES = 64
 """Payloads start at a multiple of this in their object, as torch's own writer aligns them."""

@@ -1,0 +1,85 @@
+"""Whatever is done to a view is done to an `io.BytesIO` of the same bytes, and must agree."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dcpstore.views import RangeView
+
+
+class ViewsAgreeWithBytesIO(RuleBasedStateMachine):
+    @initialize(
+        content=st.binary(max_size=60),
+        before=st.binary(max_size=9),
+        after=st.binary(max_size=9),
+        at_most=st.sampled_from([1, 4, 1000]),
+    )
+    def open(self, content: bytes, before: bytes, after: bytes, at_most: int) -> None:
+        whole = before + content + after
+        start, end = len(before), len(before) + len(content)
+
+        def read_at(offset: int, size: int) -> memoryview:
+            assert size > 0
+            assert start <= offset <= offset + size <= end
+            return memoryview(whole)[offset : offset + min(size, at_most)]
+
+        self.model = io.BytesIO(content)
+        self.views = [
+            RangeView.over_buffer(bytearray(whole), start, end),
+            RangeView.over_reader(read_at, start, end),
+            io.BufferedReader(RangeView.over_reader(read_at, start, end), buffer_size=5),
+        ]
+
+    @rule(size=st.one_of(st.none(), st.integers(-2, 70)))
+    def read(self, size: int | None) -> None:
+        expected = self.model.read(size)
+        for view in self.views:
+            # BufferedReader refuses sizes below -1.
+            capped = size if size is None or size >= 0 else -1
+            assert view.read(capped) == expected
+
+    @rule(size=st.integers(0, 70))
+    def readinto(self, size: int) -> None:
+        expected = self.model.read(size)
+        for view in self.views:
+            target = bytearray(size)
+            got = 0
+            while step := view.readinto(memoryview(target)[got:]):
+                got += step
+            assert bytes(target[:got]) == expected
+
+    @rule(offset=st.integers(-70, 70), whence=st.sampled_from([0, 1, 2]))
+    def seek(self, offset: int, whence: int) -> None:
+        bases = (0, self.model.tell(), len(self.model.getvalue()))
+        if bases[whence] + offset < 0:
+            for view in self.views:
+                try:
+                    view.seek(offset, whence)
+                except ValueError:
+                    continue
+                raise AssertionError("a negative position must raise")
+            return
+        expected = self.model.seek(bases[whence] + offset)
+        for view in self.views:
+            assert view.seek(offset, whence) == expected
+
+    @rule()
+    def readline(self) -> None:
+        expected = self.model.readline()
+        for view in self.views:
+            assert view.readline() == expected
+
+    @invariant()
+    def cursors_agree(self) -> None:
+        for view in getattr(self, "views", ()):
+            assert view.tell() == self.model.tell()
+
+
+TestViewsAgreeWithBytesIO = ViewsAgreeWithBytesIO.TestCase
+TestViewsAgreeWithBytesIO.settings = settings(
+    max_examples=150, stateful_step_count=25, deadline=None
+)
