@@ -86,7 +86,7 @@ class StoredItem:
             ``torch.save`` record that must be looked into. ``"bytes"``: a value's bytes.
         payload: Bytes of the elements inside the object (raw only, else the record).
         dtype: Name of the stored dtype, such as ``"bfloat16"`` (raw only, else "").
-        sizes: Shape of the stored chunk in elements (raw only, else empty).
+        sizes: Shape of the stored chunk in elements (tensors of ours, else empty).
         transforms: Descriptors of DCP stream extensions, to undo in this order.
         checksums: One CRC32C per block of ``payload``; None where the writer left none.
         block_bytes: Bytes per block; the last block may be short.
@@ -132,8 +132,10 @@ class Manifest:
         entries: The state dict's keys, in the order of torch's metadata.
         items: Stored items; chunks of a tensor in the order of its chunk list.
         objects: Data objects, in no particular order.
-        planner_paths: DCP's map from flattened key to path in the nested state dict;
-            None where the planner kept something else, which only ``.metadata`` holds.
+        planner_paths: DCP's map from flattened key to path in the nested state dict, where
+            the planner kept one.
+        has_other_planner_data: Whether the planner kept something else, which only the
+            pickled ``.metadata`` holds.
         info: Facts for people: versions, time of the save.
     """
 
@@ -142,6 +144,7 @@ class Manifest:
     items: Mapping[ItemId, StoredItem]
     objects: tuple[DataObject, ...]
     planner_paths: Mapping[str, Path] | None = None
+    has_other_planner_data: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -188,6 +191,7 @@ def encode(manifest: Manifest) -> bytes:
         "save_id": manifest.save_id,
         "info": dict(manifest.info),
         "block_bytes": block_bytes,
+        "has_other_planner_data": manifest.has_other_planner_data,
         "strings": table.values,
     }
     if manifest.planner_paths is not None:
@@ -242,6 +246,7 @@ def _decode_columns(header: dict[str, Any], columns: dict[str, npt.NDArray[Any]]
         items=dict(_decode_items(header, columns, fqns, keys)),
         objects=objects,
         planner_paths=paths,
+        has_other_planner_data=header["has_other_planner_data"],
         info=header["info"],
     )
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["dcp_format_version", "make_storage_info", "wait_async_collective"]
+__all__ = [
+    "dcp_format_version",
+    "default_extension_registry",
+    "make_storage_info",
+    "wait_async_collective",
+]
 
 # --- format.record ---------------------------------------------------------------
 
@@ -55,3 +60,13 @@ def dcp_format_version() -> str | None:
     from torch.distributed.checkpoint import filesystem
 
     return getattr(filesystem, "CURRENT_DCP_VERSION", None)
+
+
+# --- fetch -------------------------------------------------------------------------
+
+
+def default_extension_registry() -> Any:
+    """Return DCP's registry of stream extensions (experimental in torch; there since 2.6)."""
+    from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+    return ExtensionRegistry()

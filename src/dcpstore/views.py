@@ -182,7 +182,7 @@ class RangeView(io.RawIOBase):
         """Return all bytes from the cursor to the window's end."""
         return self.read(-1)
 
-    def write(self, data: Buffer, /) -> int:
+    def write(self, data: Buffer, /) -> int:  # noqa: ARG002 -- the base's signature
         """Refuse: a view is read-only.
 
         Raises:
@@ -190,7 +190,7 @@ class RangeView(io.RawIOBase):
         """
         raise io.UnsupportedOperation("not writable")
 
-    def truncate(self, size: int | None = None, /) -> int:
+    def truncate(self, size: int | None = None, /) -> int:  # noqa: ARG002 -- likewise
         """Refuse: a view is read-only.
 
         Raises:

@@ -1,0 +1,322 @@
+"""The commit protocol: how a checkpoint comes to exist in one request.
+
+Every key of a save carries a fresh save id, so nothing that a sealed checkpoint refers to
+is ever overwritten. The coordinator commits in this order:
+
+1. `probe`: read ``.metadata`` before anything is written; remember its ETag.
+2. All ranks put their data objects.
+3. `put_sealed`: put the manifest, then put ``.metadata`` with a precondition: create if
+   step 1 found none, compare-and-swap on its ETag if the caller said overwrite.
+4. `sweep`: delete the objects that the old ``.metadata`` named.
+
+A crash before the put of ``.metadata`` leaves the old checkpoint, a crash after it the
+new one. Its bytes are torch's pickle followed by a footer that stock readers ignore,
+since a pickle ends at its STOP opcode::
+
+    | pickle of torch's Metadata | seal (JSON) | u32 seal_bytes | "DCPSSEAL" |
+
+The footer names the manifest and checksums both, so that a reader of ours never opens
+the pickle. See ``docs/design/003-commit-protocol.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import crc32c
+
+from dcpstore.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    CommitUnknownError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    StoreError,
+)
+from dcpstore.keys import manifest_key
+from dcpstore.store.base import IfMatch, PutMode, Store
+
+__all__ = ["Found", "Seal", "Sealer", "probe", "read_seal", "sweep"]
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"DCPSSEAL"
+_TAIL = struct.Struct("<I8s")
+_SEAL_ATTEMPTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The footer of a ``.metadata`` of ours.
+
+    Attributes:
+        save_id: Of the save.
+        manifest_key: The manifest's key.
+        manifest_bytes: Its length.
+        manifest_crc32c: Its CRC32C.
+        pickle_bytes: Length of the pickle before the footer.
+        pickle_crc32c: Its CRC32C.
+    """
+
+    save_id: str
+    manifest_key: str
+    manifest_bytes: int
+    manifest_crc32c: int
+    pickle_bytes: int
+    pickle_crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A ``.metadata`` that exists.
+
+    Attributes:
+        data: Its bytes.
+        etag: The store's version mark, for compare-and-swap.
+        seal: Its footer; None if somebody else's writer made it.
+    """
+
+    data: memoryview
+    etag: str | None
+    seal: Seal | None
+
+
+def read_seal(data: memoryview) -> Seal | None:
+    """Return the footer of a ``.metadata``, or None if there is none.
+
+    Raises:
+        CorruptError: If the footer is there but does not fit the bytes before it.
+    """
+    if len(data) < _TAIL.size:
+        return None
+    num_bytes, magic = _TAIL.unpack(data[-_TAIL.size :])
+    if magic != _MAGIC:
+        return None
+    start = len(data) - _TAIL.size - num_bytes
+    try:
+        seal = Seal(**json.loads(bytes(data[max(start, 0) : -_TAIL.size])))
+    except (ValueError, TypeError) as error:
+        raise CorruptError(f"the footer of the metadata is damaged: {error!r}") from error
+    if seal.pickle_bytes != start or crc32c.crc32c(data[:start]) != seal.pickle_crc32c:
+        raise CorruptError("the metadata was changed or cut short after it was sealed")
+    return seal
+
+
+def probe(store: Store, key: str) -> Found | None:
+    """Look whether a checkpoint exists.
+
+    A refusal counts as absence: without permission to list, S3 answers 403 for a missing
+    object. The precondition of the seal decides in the end.
+
+    Raises:
+        StoreError: If the store cannot be reached.
+        NotFoundError: Never; absence is None.
+    """
+    try:
+        fetched = store.get(key)
+    except NotFoundError:
+        return None
+    except StoreError as error:
+        if error.denied:
+            return None
+        raise
+    try:
+        seal = read_seal(fetched.data)
+    except CorruptError:
+        seal = None  # it is there, damaged: to be overwritten or refused like any other
+    return Found(fetched.data, fetched.etag, seal)
+
+
+class Sealer:
+    """Makes one checkpoint exist. Coordinator only.
+
+    Args:
+        store: Rooted at the checkpoint's folder.
+        key: Of the metadata object.
+        found: What `probe` saw; None to create.
+        require_conditional_put: Raise, rather than compare and then put, if the store
+            does not honour the precondition.
+        sleep: Waits between attempts, in seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        found: Found | None,
+        *,
+        require_conditional_put: bool = True,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._found = found
+        self._require = require_conditional_put
+        self._sleep = sleep
+
+    def put_sealed(self, save_id: str, pickled: bytes, manifest: bytes) -> None:
+        """Put the manifest, then the metadata, and return once the checkpoint exists.
+
+        Raises:
+            AlreadyExistsError: If a checkpoint appeared meanwhile and none was expected.
+            ConflictError: If the checkpoint to overwrite was replaced or removed meanwhile.
+            StoreError: If the store refused for certain; nothing was sealed.
+            CommitUnknownError: If the answer was lost and could not be found out.
+        """
+        seal = Seal(
+            save_id=save_id,
+            manifest_key=manifest_key(save_id),
+            manifest_bytes=len(manifest),
+            manifest_crc32c=crc32c.crc32c(manifest),
+            pickle_bytes=len(pickled),
+            pickle_crc32c=crc32c.crc32c(pickled),
+        )
+        self._store.put(seal.manifest_key, manifest)
+        text = json.dumps(asdict(seal), separators=(",", ":")).encode()
+        self._seal(save_id, b"".join([pickled, text, _TAIL.pack(len(text), _MAGIC)]))
+
+    def _seal(self, save_id: str, data: bytes) -> None:
+        mode = self._mode()
+        maybe_sent = False  # whether an earlier attempt may yet take effect
+        for attempt in range(_SEAL_ATTEMPTS):
+            try:
+                self._store.put(self._key, data, mode=mode)
+            except (AlreadyExistsError, ConflictError, StoreError) as error:
+                maybe_sent = maybe_sent or _is_ambiguous(error)
+                next_mode = self._after(error, save_id, mode, maybe_sent=maybe_sent)
+                if next_mode is None:
+                    return
+                mode = next_mode
+            else:
+                return
+            self._sleep(random.uniform(0, min(5.0, 0.1 * 2**attempt)))
+        raise self._unknown(maybe_sent, None)
+
+    def _mode(self) -> PutMode:
+        if self._found is None:
+            return "create"
+        if self._found.etag is not None:
+            return IfMatch(self._found.etag)
+        return self._compare_then_put()
+
+    def _after(
+        self, error: CheckpointError, save_id: str, mode: PutMode, *, maybe_sent: bool
+    ) -> PutMode | None:
+        """Decide what a failed put means: return the mode to try next, None if it was sealed."""
+        if isinstance(error, StoreError) and error.denied:
+            raise error
+        state = self._look(save_id, error, maybe_sent)
+        if state == "ours":
+            return None
+        if state == "other":
+            raise self._conflict(error)
+        if isinstance(error, StoreError) and error.retryable:
+            return mode
+        if isinstance(error, AlreadyExistsError):
+            raise self._conflict(error)  # it is there, and we may not read it
+        # The target is as we found it, yet the store refused or cannot do it.
+        if mode == "overwrite":
+            raise error
+        if self._require:
+            raise StoreError(
+                f"the store refused to put {self._key} under a precondition that holds: {error}."
+                " It does not support conditional puts (If-Match, If-None-Match) as S3, GCS and"
+                " Azure do. If no other job writes to this URL, save with"
+                " WriteConfig(require_conditional_put=False)",
+                key=self._key,
+            ) from error
+        return self._compare_then_put()
+
+    def _look(
+        self, save_id: str, error: CheckpointError, maybe_sent: bool
+    ) -> Literal["ours", "as found", "other"]:
+        try:
+            now = probe(self._store, self._key)
+        except CheckpointError as unreadable:
+            raise self._unknown(maybe_sent, unreadable) from error
+        if now is not None and now.seal is not None and now.seal.save_id == save_id:
+            return "ours"
+        before = self._found
+        if now is None or before is None:
+            return "as found" if now is before else "other"
+        return "as found" if now.data == before.data else "other"
+
+    def _compare_then_put(self) -> PutMode:
+        now = probe(self._store, self._key)
+        is_same = (
+            now is self._found
+            if now is None or self._found is None
+            else (now.data == self._found.data)
+        )
+        if not is_same:
+            raise self._conflict(None)
+        return "overwrite"
+
+    def _conflict(self, cause: CheckpointError | None) -> CheckpointError:
+        if self._found is None:
+            error: CheckpointError = AlreadyExistsError(
+                f"another save sealed a checkpoint at {self._store.url} while this one was"
+                " being written; theirs was kept and this one discarded"
+            )
+        else:
+            error = ConflictError(
+                f"the checkpoint at {self._store.url} was replaced or removed by somebody else"
+                " while this save was overwriting it; what is there now was kept and this save"
+                " discarded"
+            )
+        error.__cause__ = cause
+        return error
+
+    def _unknown(self, maybe_sent: bool, cause: CheckpointError | None) -> CheckpointError:
+        if not maybe_sent:
+            return StoreError(
+                f"{self._store.url}: sealing the checkpoint failed ({cause}); nothing was sealed",
+                key=self._key,
+            )
+        return CommitUnknownError(
+            f"the put of {self._key} at {self._store.url} was sent but its answer was lost, and"
+            f" reading it back did not settle it ({cause}). The checkpoint there is the old one"
+            " or the new one, whole in either case; load it to see which. No object was deleted"
+        )
+
+
+def _is_ambiguous(error: CheckpointError) -> bool:
+    return isinstance(error, StoreError) and error.retryable and not error.throttled
+
+
+def sweep(store: Store, keys: Iterable[str], *, why: str) -> Sequence[str]:
+    """Delete objects that no sealed checkpoint refers to; never raises for a store's refusal.
+
+    Args:
+        store: Rooted at the checkpoint's folder.
+        keys: What to delete. Only keys that the caller knows to be unreferenced.
+        why: For the warning if some of them stay.
+
+    Returns:
+        The keys that may still be there.
+    """
+    doomed = sorted(set(keys))
+    if not doomed:
+        return ()
+    try:
+        store.delete_many(doomed)
+    except CheckpointError as error:
+        logger.warning(
+            "%s: could not delete %d object(s) of %s, such as %s (%s). They cost storage and"
+            " nothing else; delete them when you may",
+            store.url,
+            len(doomed),
+            why,
+            doomed[0],
+            error,
+        )
+        return doomed
+    return ()

@@ -1,0 +1,203 @@
+"""What checkpoint lies in a folder, and its metadata.
+
+Looked for in this order, each with one request:
+
+1. ``.metadata`` with our footer: the manifest tells everything; no pickle is opened
+2. ``.metadata`` of a stock DCP writer: opened by an allow-listing unpickler
+3. ``model.safetensors.index.json`` or ``model.safetensors``: a Hugging Face folder
+4. any ``*.safetensors``: what DCP's Hugging Face writer leaves; found by listing
+
+A rank's own ``__{rank}.metadata`` (``use_collectives=False``) is read when DCP asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import crc32c
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcpstore.commit import Seal, read_seal
+from dcpstore.config import ReadConfig
+from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError, StoreError
+from dcpstore.format.dtypes import dtype_from_name
+from dcpstore.format.safetensors import LENGTH_BYTES, TensorInFile, header_length, parse_header
+from dcpstore.keys import check_relative, metadata_key
+from dcpstore.manifest import Manifest, StoredItem, decode
+from dcpstore.metadata import metadata_from_manifest, stock_items
+from dcpstore.store.base import Store
+from dcpstore.trust import load_metadata_pickle
+
+__all__ = ["find_metadata"]
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+
+def find_metadata(store: Store, config: ReadConfig, *, rank: int | None = None) -> Metadata:
+    """Return the metadata of the checkpoint in a folder, with `StoredItem` as storage data.
+
+    Args:
+        store: Rooted at the folder.
+        config: Trust and concurrency.
+        rank: Read this rank's own metadata instead of the checkpoint's.
+
+    Raises:
+        NotFoundError: If there is no checkpoint.
+        CorruptError: If there is one that is damaged, or a pickle that names more than data.
+        StoreError: If the store refuses.
+    """
+    key = metadata_key(rank)
+    try:
+        return _read_pickled(store, key, config)
+    except NotFoundError as error:
+        metadata = None if rank is not None else _read_safetensors(store, config)
+        if metadata is None:
+            raise NotFoundError(
+                f"no checkpoint at {store.url}: there is no {key}"
+                + ("" if rank is not None else f", {_INDEX_FILE} or *.safetensors")
+                + ". Check the URL; a save that was interrupted leaves no .metadata"
+            ) from error
+        return metadata
+    except StoreError as error:
+        if not error.denied:
+            raise
+        raise StoreError(
+            f"{store.url}: the store refused to give {key}: {error}. Either the credentials do"
+            " not allow reading it, or it does not exist (without permission to list, S3 answers"
+            " 403 for a missing object)",
+            key=key,
+            denied=True,
+        ) from error
+
+
+def _read_pickled(store: Store, key: str, config: ReadConfig) -> Metadata:
+    for is_last_try in (False, True):
+        data = store.get(key).data
+        seal = read_seal(data)
+        if seal is None:
+            return _open_stock(data, key, config)
+        try:
+            manifest = _read_manifest(store, seal)
+        except NotFoundError as error:
+            # An overwrite may have swept it between the two requests: then .metadata is new.
+            if not is_last_try:
+                continue
+            raise CorruptError(
+                f"{store.url}: {key} is sealed, but its manifest {seal.manifest_key} is gone",
+                key=seal.manifest_key,
+            ) from error
+        metadata = metadata_from_manifest(manifest)
+        if manifest.has_other_planner_data:
+            pickled = load_metadata_pickle(data, key=key, allow_pickle=config.allow_pickle)
+            metadata.planner_data = pickled.planner_data
+        metadata.storage_meta = StorageMeta(checkpoint_id=store.url, save_id=seal.save_id)
+        return metadata
+    raise AssertionError("unreachable")
+
+
+def _read_manifest(store: Store, seal: Seal) -> Manifest:
+    data = store.get(check_relative(seal.manifest_key)).data
+    if len(data) != seal.manifest_bytes or crc32c.crc32c(data) != seal.manifest_crc32c:
+        raise CorruptError(
+            f"{store.url}: the manifest {seal.manifest_key} has {len(data)} bytes that are not the"
+            f" {seal.manifest_bytes} sealed with the checkpoint",
+            key=seal.manifest_key,
+            start=0,
+            end=len(data),
+        )
+    return decode(data)
+
+
+def _open_stock(data: memoryview, key: str, config: ReadConfig) -> Metadata:
+    metadata = load_metadata_pickle(data, key=key, allow_pickle=config.allow_pickle)
+    if not isinstance(metadata, Metadata):
+        raise CorruptError(f"{key} holds a {type(metadata).__name__}, not DCP metadata", key=key)
+    metadata.storage_data = stock_items(metadata)
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def _read_safetensors(store: Store, config: ReadConfig) -> Metadata | None:
+    files = _safetensors_files(store)
+    if not files:
+        return None
+    with ThreadPoolExecutor(min(config.max_requests, len(files))) as executor:
+        found = list(executor.map(lambda key: _read_header(store, key), files))
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, StoredItem] = {}
+    for key, tensors in zip(files, found, strict=True):
+        for tensor in tensors:
+            _add_tensor(entries, storage, key, tensor)
+    return Metadata(entries, storage_data=storage, storage_meta=StorageMeta(store.url))
+
+
+def _safetensors_files(store: Store) -> Sequence[str]:
+    try:
+        index = json.loads(bytes(store.get(_INDEX_FILE).data))
+        return sorted({check_relative(name) for name in index["weight_map"].values()})
+    except NotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{_INDEX_FILE} is damaged: {error!r}", key=_INDEX_FILE) from error
+    try:
+        store.get_range(_SINGLE_FILE, 0, LENGTH_BYTES)
+    except NotFoundError:
+        pass
+    else:
+        return [_SINGLE_FILE]
+    try:
+        names = (info.key for info in store.list())
+        return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    except NotFoundError:
+        return []
+    except StoreError as error:
+        if error.denied:
+            return []
+        raise
+
+
+def _read_header(store: Store, key: str) -> list[TensorInFile]:
+    length = header_length(store.get_range(key, 0, LENGTH_BYTES), key)
+    return parse_header(store.get_range(key, LENGTH_BYTES, LENGTH_BYTES + length), key)
+
+
+def _add_tensor(
+    entries: dict[str, Any],
+    storage: dict[MetadataIndex, StoredItem],
+    key: str,
+    tensor: TensorInFile,
+) -> None:
+    dtype = dtype_from_name(tensor.dtype)
+    chunk = ChunkStorageMetadata(torch.Size(tensor.offsets), torch.Size(tensor.sizes))
+    ends = [offset + size for offset, size in zip(tensor.offsets, tensor.sizes, strict=True)]
+    known = entries.get(tensor.fqn)
+    if known is None:
+        known = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(ends), [])
+        entries[tensor.fqn] = known
+    elif known.properties.dtype != dtype or len(known.size) != len(ends):
+        raise IncompatibleError(
+            f"{key}: {tensor.fqn!r} has another dtype or rank than its shards in other files"
+        )
+    known.size = torch.Size([max(a, b) for a, b in zip(known.size, ends, strict=True)])
+    known.chunks.append(chunk)
+    storage[MetadataIndex(tensor.fqn, tensor.offsets, len(known.chunks) - 1)] = StoredItem(
+        key=key,
+        record=tensor.payload,
+        kind="raw",
+        payload=tensor.payload,
+        dtype=tensor.dtype,
+        sizes=tensor.sizes,
+    )

@@ -1,0 +1,341 @@
+"""Carry out a read plan: concurrent ranged GETs, verified, copied once into their targets.
+
+::
+
+    caller     resolve, check, plan | submit requests under the byte budget | commit targets
+    workers                         | GET, verify blocks, copy into target  |
+
+Only the workers touch the store and only the caller touches the planner.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from dcpstore.budget import ByteBudget, Cancelled
+from dcpstore.config import ReadConfig
+from dcpstore.errors import CheckpointError, CorruptError
+from dcpstore.format.checksum import find_bad_block
+from dcpstore.format.head import HEAD_BYTES, NeedMoreBytes, parse_record_head
+from dcpstore.format.tensors import decode_opaque
+from dcpstore.manifest import StoredItem
+from dcpstore.planning.reads import Piece, ReadPlan, Request, plan_reads
+from dcpstore.slots import (
+    Slot,
+    as_raw,
+    copy_box,
+    copy_decoded,
+    copy_piece,
+    make_slots,
+    window,
+)
+from dcpstore.store.base import Store
+from dcpstore.targets import Target, resolve_targets
+from dcpstore.torch_private import default_extension_registry
+from dcpstore.views import RangeView
+
+__all__ = ["ReadJob", "ReadStats"]
+
+logger = logging.getLogger(__name__)
+
+# Below this, a foreign record is fetched whole and looked into afterwards; above it, a
+# small request for its head saves fetching what is not needed.
+_WHOLE_RECORD_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What one rank's load did.
+
+    Attributes:
+        num_targets: Read items satisfied.
+        num_inline: How many of them came from the manifest, without a request.
+        num_requests: Ranged GETs of data objects, retries not counted.
+        needed_bytes: Bytes of the elements wanted.
+        fetched_bytes: Bytes asked for.
+        peak_bytes: Most fetched bytes held at a time.
+    """
+
+    num_targets: int = 0
+    num_inline: int = 0
+    num_requests: int = 0
+    needed_bytes: int = 0
+    fetched_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class ReadJob:
+    """One rank's part of one load.
+
+    Args:
+        store: Rooted at the checkpoint's folder.
+        config: Sizes and bounds.
+        metadata: Of the checkpoint.
+        items: Where everything lies.
+        registry: DCP's extension registry; None for torch's own.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: ReadConfig,
+        metadata: Metadata,
+        items: Mapping[MetadataIndex, StoredItem],
+        registry: Any = None,
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._metadata = metadata
+        self._items = items
+        self._registry = registry
+        self._budget = ByteBudget(config.budget_bytes)
+        self._failed = threading.Event()
+        self._error: BaseException | None = None
+        self._done: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._num_touched = 0
+        self._is_inference = torch.is_inference_mode_enabled()
+        self.stats = ReadStats()
+
+    def run(self, read_items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Load all items. Returns when every target holds its values."""
+        targets = resolve_targets(
+            read_items, planner, self._items, self._metadata, self._config.casts
+        )
+        self.stats.num_targets = len(targets)
+        with ThreadPoolExecutor(self._config.max_requests, "dcpstore-read") as executor:
+            try:
+                self._place_large_records(targets, executor)
+                remote = self._load_inline(targets, planner)
+                slots = make_slots(remote)
+                plan = self._plan(slots)
+                self._execute(plan, slots, executor, planner)
+            except BaseException as error:
+                self._failed.set()
+                if self._num_touched and isinstance(error, CheckpointError):
+                    note = "targets already hold loaded values: load again, or do not use them"
+                    error.args = (f"{error.message}. Some of the {len(targets)} {note}",)
+                raise
+            finally:
+                self.stats.peak_bytes = self._budget.peak_bytes
+
+    # --- foreign records -----------------------------------------------------------
+
+    def _place_large_records(self, targets: list[Target], executor: ThreadPoolExecutor) -> None:
+        """Find out where the payload of large foreign records starts, one small GET each."""
+        unknown = {
+            (t.item.key, t.item.record): t.item
+            for t in targets
+            if t.item.kind == "record"
+            and not t.item.transforms
+            and t.item.checksums is None
+            and t.item.record.num_bytes > _WHOLE_RECORD_BYTES
+        }
+        found = list(executor.map(self._place, unknown.values()))
+        placed = {place: item for place, (item, _) in zip(unknown, found, strict=True)}
+        for target in targets:
+            target.item = placed.get((target.item.key, target.item.record), target.item)
+        self.stats.num_requests += sum(len(sizes) for _, sizes in found)
+        self.stats.fetched_bytes += sum(sum(sizes) for _, sizes in found)
+
+    def _place(self, item: StoredItem) -> tuple[StoredItem, list[int]]:
+        """Look into a record: as a raw item if it is a plain tensor, and the bytes fetched."""
+        sizes = [HEAD_BYTES]
+        while True:
+            start = item.record.start
+            head = self._store.get_range(item.key, start, start + sizes[-1])
+            answer = parse_record_head(head, item.record.num_bytes)
+            if not isinstance(answer, NeedMoreBytes):
+                return as_raw(item, answer), sizes
+            sizes.append(answer.num_bytes)
+
+    # --- inline ----------------------------------------------------------------------
+
+    def _load_inline(self, targets: list[Target], planner: LoadPlanner) -> list[Target]:
+        """Load what the manifest holds; return the targets that need requests."""
+        remote = []
+        for target in targets:
+            item = target.item
+            if item.inline is None:
+                remote.append(target)
+                continue
+            if target.tensor is None:
+                planner.load_bytes(target.read_item, io.BytesIO(item.inline))
+            elif item.kind == "raw":
+                copy_box(item, memoryview(item.inline), target)
+            else:
+                copy_decoded(decode_opaque(item.inline), target)
+            self._num_touched += 1
+            self.stats.num_inline += 1
+            self._commit(target, planner)
+        return remote
+
+    # --- requests --------------------------------------------------------------------
+
+    def _plan(self, slots: Sequence[Slot]) -> ReadPlan:
+        plan = plan_reads(
+            (slot.want(number) for number, slot in enumerate(slots)),
+            request_bytes=self._config.request_bytes,
+            join_gap_bytes=self._config.join_gap_bytes,
+            verify=self._config.verify,
+        )
+        logger.debug("%s: %s", self._store.url, plan)
+        for number, count in plan.num_pieces.items():
+            slots[number].missing = count
+        self.stats.num_requests += len(plan.requests)
+        self.stats.needed_bytes += plan.needed_bytes
+        self.stats.fetched_bytes += plan.fetched_bytes
+        return plan
+
+    def _execute(
+        self,
+        plan: ReadPlan,
+        slots: Sequence[Slot],
+        executor: ThreadPoolExecutor,
+        planner: LoadPlanner,
+    ) -> None:
+        for slot in slots:
+            if slot.missing == 0:  # no elements, hence no request
+                self._finish(slot, planner)
+        try:
+            for request in plan.requests:
+                self._budget.acquire(request.range.num_bytes, cancelled=self._failed.is_set)
+                executor.submit(self._serve, request, slots)
+                self._drain(planner)
+        except Cancelled:
+            pass
+        executor.shutdown(wait=True)
+        if self._error is not None:
+            raise self._error
+        self._drain(planner)
+
+    def _serve(self, request: Request, slots: Sequence[Slot]) -> None:
+        try:
+            if self._failed.is_set():
+                return
+            with torch.inference_mode(self._is_inference):
+                data = self._get_verified(request, slots)
+                for piece in request.pieces:
+                    self._deliver(piece, request, data, slots[piece.slot])
+        except BaseException as error:  # noqa: BLE001 - kept, and raised again by the caller
+            if not self._failed.is_set():
+                self._error = error
+            self._failed.set()
+        finally:
+            self._budget.release(request.range.num_bytes)
+
+    def _get_verified(self, request: Request, slots: Sequence[Slot]) -> memoryview:
+        """Fetch a request's bytes and check them; a bad block gets one second chance."""
+        data = self._store.get_range(request.key, *request.range)
+        error = self._first_bad(request, data, slots)
+        if error is not None:
+            logger.warning("%s; fetching it again in case it was damaged on the way", error)
+            data = self._store.get_range(request.key, *request.range)
+            error = self._first_bad(request, data, slots)
+        if error is not None:
+            raise error
+        return data
+
+    def _first_bad(
+        self, request: Request, data: memoryview, slots: Sequence[Slot]
+    ) -> CorruptError | None:
+        if not self._config.verify:
+            return None
+        for piece in request.pieces:
+            slot = slots[piece.slot]
+            item = slot.item
+            if item.checksums is None:
+                continue
+            first = (piece.fetch.start - item.payload.start) // item.block_bytes
+            view = window(data, request, piece.fetch)
+            bad = find_bad_block(view, first, item.checksums, item.block_bytes)
+            if bad is not None:
+                start = item.payload.start + bad * item.block_bytes
+                end = min(start + item.block_bytes, item.payload.end)
+                fqn = slot.targets[0].fqn
+                return CorruptError(
+                    f"{self._store.url}: object {request.key}, bytes [{start}, {end}) of"
+                    f" {fqn!r} are not the bytes that were saved (CRC32C differs)",
+                    key=request.key,
+                    start=start,
+                    end=end,
+                    fqn=fqn,
+                )
+        return None
+
+    def _deliver(self, piece: Piece, request: Request, data: memoryview, slot: Slot) -> None:
+        if piece.box is not None:
+            self._num_touched += 1
+            copy_piece(piece, window(data, request, piece.fetch), slot)
+        else:
+            slot.collect(piece, window(data, request, piece.span))
+        if slot.is_complete_after_one_more():
+            if piece.box is None:
+                self._decode(slot)
+            self._done.put(slot)
+
+    def _decode(self, slot: Slot) -> None:
+        """Turn a whole record into values: in a worker, as it may be large."""
+        content = slot.take_content()
+        if slot.item.transforms:
+            content = memoryview(self._untransform(slot.item, content))
+        if slot.targets[0].tensor is None:
+            slot.loaded = bytes(content)
+            return
+        self._num_touched += 1
+        raw = as_raw(slot.item, parse_record_head(content, len(content)))
+        if raw.kind == "raw":
+            start = raw.payload.start - raw.record.start
+            for target in slot.targets:
+                copy_box(raw, content[start : start + raw.payload.num_bytes], target)
+        else:
+            tensor = decode_opaque(content)
+            for target in slot.targets:
+                copy_decoded(tensor, target)
+
+    def _untransform(self, item: StoredItem, content: memoryview) -> bytes:
+        registry = self._registry or default_extension_registry()
+        stream: Any = RangeView.over_buffer(content)
+        try:
+            for extension in registry.from_descriptor_list(item.transforms):
+                stream = extension.transform_from(stream)
+            return bytes(stream.read(-1))
+        except Exception as error:
+            raise CorruptError(
+                f"{self._store.url}: object {item.key}, bytes [{item.record.start},"
+                f" {item.record.end}): cannot undo the extensions {item.transforms}: {error!r}",
+                key=item.key,
+                start=item.record.start,
+                end=item.record.end,
+            ) from error
+
+    # --- the caller's side ---------------------------------------------------------------
+
+    def _drain(self, planner: LoadPlanner) -> None:
+        while True:
+            try:
+                slot = self._done.get_nowait()
+            except queue.Empty:
+                return
+            self._finish(slot, planner)
+
+    def _finish(self, slot: Slot, planner: LoadPlanner) -> None:
+        for target in slot.targets:
+            if target.tensor is None:
+                planner.load_bytes(target.read_item, io.BytesIO(slot.loaded or b""))
+            self._commit(target, planner)
+
+    def _commit(self, target: Target, planner: LoadPlanner) -> None:
+        if target.read_item.type != LoadItemType.BYTE_IO and target.tensor is not None:
+            planner.commit_tensor(target.read_item, target.tensor)
+        target.tensor = None

@@ -1,0 +1,184 @@
+"""Torch's ``Metadata`` from and to what we store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcpstore.errors import CorruptError
+from dcpstore.keys import check_relative
+from dcpstore.manifest import Entry, ItemId, Manifest, Path, StoredItem
+from dcpstore.ranges import ByteRange
+from dcpstore.torch_private import make_storage_info
+
+__all__ = [
+    "entries_of",
+    "expected_items",
+    "item_id",
+    "metadata_from_manifest",
+    "planner_paths_of",
+    "stock_items",
+    "stock_storage_data",
+]
+
+_FORMATS = ("contiguous_format", "channels_last", "preserve_format")
+
+
+def item_id(index: MetadataIndex) -> ItemId:
+    """Return the torch-free form of an index; its hint is dropped, as in comparisons."""
+    return ItemId(index.fqn, None if index.offset is None else tuple(index.offset))
+
+
+def expected_items(metadata: Metadata) -> Iterable[ItemId]:
+    """Yield every item that a complete checkpoint of this metadata holds."""
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            for chunk in entry.chunks:
+                yield ItemId(fqn, tuple(chunk.offsets))
+        else:
+            yield ItemId(fqn, None)
+
+
+def entries_of(metadata: Metadata, items: Iterable[ItemId]) -> tuple[Entry, ...]:
+    """Return the manifest's entries: the state dict's keys, then those only ``items`` name."""
+    entries = []
+    for fqn, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata):
+            entries.append(Entry(fqn, _properties_text(value.properties), tuple(value.size)))
+        else:
+            entries.append(Entry(fqn, None))
+    known = set(metadata.state_dict_metadata)
+    extra = dict.fromkeys(one.fqn for one in items if one.fqn not in known)
+    return (*entries, *(Entry(fqn, None, in_state_dict=False) for fqn in extra))
+
+
+def planner_paths_of(planner_data: Any) -> Mapping[str, Path] | None:
+    """Return DCP's flattening map if ``planner_data`` is one; None if it is anything else."""
+    if planner_data is None:
+        return None
+    if not isinstance(planner_data, Mapping):
+        return None
+    for fqn, path in planner_data.items():
+        if not isinstance(fqn, str) or not isinstance(path, tuple):
+            return None
+        if not all(type(step) in (str, int) for step in path):
+            return None
+    return dict(planner_data)
+
+
+def metadata_from_manifest(manifest: Manifest) -> Metadata:
+    """Rebuild the ``Metadata`` of a checkpoint of ours, with `StoredItem` as storage data."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {}
+    storage: dict[MetadataIndex, StoredItem] = {}
+    for one, item in manifest.items.items():
+        hint = None
+        if one.offsets is not None:
+            known = chunks.setdefault(one.fqn, [])
+            hint = len(known)
+            known.append(_chunk(one.offsets, item))
+        storage[MetadataIndex(one.fqn, one.offsets, hint)] = item
+    state_dict_metadata: dict[str, Any] = {}
+    for entry in manifest.entries:
+        if entry.properties is not None:
+            state_dict_metadata[entry.fqn] = TensorStorageMetadata(
+                _properties(entry.properties), torch.Size(entry.sizes), chunks.get(entry.fqn, [])
+            )
+        elif entry.in_state_dict:
+            state_dict_metadata[entry.fqn] = BytesStorageMetadata()
+    return Metadata(state_dict_metadata, manifest.planner_paths, storage)
+
+
+def _chunk(offsets: tuple[int, ...], item: StoredItem) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(item.sizes))
+
+
+def stock_storage_data(items: Mapping[MetadataIndex, StoredItem]) -> dict[MetadataIndex, object]:
+    """Return the storage data that stock readers understand."""
+    return {
+        index: make_storage_info(
+            item.key, item.record.start, item.record.num_bytes, item.transforms
+        )
+        for index, item in items.items()
+    }
+
+
+def stock_items(metadata: Metadata) -> dict[MetadataIndex, StoredItem]:
+    """Turn the storage data of a checkpoint by a stock writer into stored items.
+
+    Raises:
+        CorruptError: If an entry has no place in an object, or one outside the folder.
+    """
+    if not isinstance(metadata.storage_data, Mapping):
+        raise CorruptError(
+            "the checkpoint's metadata does not say where its items lie"
+            f" (storage_data is {type(metadata.storage_data).__name__})"
+        )
+    items = {}
+    for index, info in metadata.storage_data.items():
+        try:
+            path, start, length = info.relative_path, info.offset, info.length
+        except AttributeError as error:
+            raise CorruptError(
+                f"the checkpoint's metadata has no offset and length for {index.fqn!r}: {info!r}"
+            ) from error
+        record = ByteRange(int(start), int(start) + int(length))
+        if record.start < 0 or record.end < record.start:
+            raise CorruptError(f"{index.fqn!r} has the impossible range {record}", key=str(path))
+        is_tensor = isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata)
+        items[index] = StoredItem(
+            key=check_relative(str(path)),
+            record=record,
+            kind="record" if is_tensor else "bytes",
+            payload=record,
+            transforms=tuple(getattr(info, "transform_descriptors", None) or ()),
+        )
+    return items
+
+
+def _properties_text(properties: TensorProperties) -> str:
+    return json.dumps(
+        {
+            "dtype": _name(properties.dtype),
+            "layout": _name(properties.layout),
+            "memory_format": _name(properties.memory_format),
+            "requires_grad": bool(properties.requires_grad),
+            "pin_memory": bool(properties.pin_memory),
+        },
+        separators=(",", ":"),
+    )
+
+
+def _properties(text: str) -> TensorProperties:
+    fields = json.loads(text)
+    return TensorProperties(
+        dtype=_value(fields["dtype"], torch.dtype),
+        layout=_value(fields["layout"], torch.layout),
+        requires_grad=fields["requires_grad"],
+        memory_format=_value(fields["memory_format"], torch.memory_format),
+        pin_memory=fields["pin_memory"],
+    )
+
+
+def _name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _value(name: str, kind: type) -> Any:
+    value = getattr(torch, name, None)
+    if not isinstance(value, kind):
+        raise CorruptError(
+            f"the manifest names torch.{name}, which this torch {torch.__version__} does not know"
+            f" as a {kind.__name__}; load with the torch that saved it or a newer one"
+        )
+    return value

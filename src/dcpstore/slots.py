@@ -1,0 +1,197 @@
+"""Wants in progress: from fetched bytes to the elements of a target."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dcpstore.errors import CorruptError
+from dcpstore.format.copying import copy_box_in
+from dcpstore.format.dtypes import dtype_from_name, dtype_name, item_bytes
+from dcpstore.format.head import HeadAnswer, NeedMoreBytes
+from dcpstore.manifest import StoredItem
+from dcpstore.planning.boxes import row_major_strides
+from dcpstore.planning.reads import Piece, Request, Want
+from dcpstore.ranges import ByteRange
+from dcpstore.targets import Target
+
+__all__ = ["Slot", "as_raw", "copy_box", "copy_decoded", "copy_piece", "make_slots", "window"]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One target, or all targets that need the same whole record.
+
+    Attributes:
+        item: What is stored.
+        targets: Who wants it.
+        missing: Pieces still to come. Changed by one thread at a time, under the lock.
+        loaded: The bytes of a value, ready for the planner.
+    """
+
+    item: StoredItem
+    targets: list[Target]
+    missing: int = 0
+    loaded: bytes | None = None
+    _content: memoryview | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def want(self, number: int) -> Want:
+        """Return what to plan for.
+
+        Raises:
+            CorruptError: If the box to read is not inside the stored chunk.
+        """
+        item = self.item
+        if item.kind != "raw":
+            return Want(number, item)
+        (target,) = self.targets
+        assert target.tensor is not None
+        offsets = tuple(target.read_item.storage_offsets)
+        sizes = tuple(target.read_item.lengths)
+        _check_inside(item, offsets, sizes, target.fqn)
+        return Want(
+            number, item, offsets, sizes, item_bytes(item.dtype), target.tensor.is_contiguous()
+        )
+
+    def is_complete_after_one_more(self) -> bool:
+        """Count one piece as there. True for whoever brings the last one."""
+        with self._lock:
+            self.missing -= 1
+            return self.missing == 0
+
+    def collect(self, piece: Piece, data: memoryview) -> None:
+        """Take a part of the whole record; without a copy if it is all of it."""
+        if piece.span == self.item.record:
+            self._content = data
+            return
+        with self._lock:
+            if self._content is None:
+                self._content = memoryview(bytearray(self.item.record.num_bytes))
+        start = piece.span.start - self.item.record.start
+        self._content[start : start + len(data)] = data
+
+    def take_content(self) -> memoryview:
+        """Return the collected record and let go of it."""
+        content, self._content = self._content, None
+        assert content is not None
+        return content
+
+
+def make_slots(targets: Sequence[Target]) -> list[Slot]:
+    """Return a slot per target, but one for all that need the same whole record."""
+    slots: list[Slot] = []
+    whole: dict[tuple[str, ByteRange], Slot] = {}
+    for target in targets:
+        place = (target.item.key, target.item.record)
+        is_tensor_record = target.item.kind == "record"
+        if is_tensor_record and place in whole:
+            whole[place].targets.append(target)
+            continue
+        slot = Slot(target.item, [target])
+        slots.append(slot)
+        if is_tensor_record:
+            whole[place] = slot
+    return slots
+
+
+def as_raw(item: StoredItem, head: HeadAnswer) -> StoredItem:
+    """Return a record as a raw item if its head says that it is a dense tensor; else as it is."""
+    if isinstance(head, NeedMoreBytes) or head.tensor is None or not head.is_plain:
+        return item
+    tensor = head.tensor
+    start = item.record.start + tensor.payload_offset
+    return replace(
+        item,
+        kind="raw",
+        payload=ByteRange(start, start + tensor.payload_bytes),
+        dtype=dtype_name(tensor.dtype),
+        sizes=tensor.shape,
+    )
+
+
+def window(data: memoryview, request: Request, wanted: ByteRange) -> memoryview:
+    """Return the bytes of an object's range out of a request's answer."""
+    start = wanted.start - request.range.start
+    return data[start : start + wanted.num_bytes]
+
+
+def copy_piece(piece: Piece, data: memoryview, slot: Slot) -> None:
+    """Copy a piece, given the bytes of its ``fetch`` range, into its target."""
+    (target,) = slot.targets
+    box, item = piece.box, slot.item
+    assert box is not None
+    assert target.tensor is not None
+    strides = row_major_strides(item.sizes)
+    offsets = target.read_item.storage_offsets
+    if piece.is_flat:
+        first = sum(o * s for o, s in zip(offsets, strides, strict=True))
+        part = target.tensor.view(-1).narrow(0, box.offsets[0] - first, box.sizes[0])
+        strides = (1,)
+    else:
+        part = target.tensor
+        for dim, (start, offset, size) in enumerate(
+            zip(box.offsets, offsets, box.sizes, strict=True)
+        ):
+            part = part.narrow(dim, start - offset, size)
+    copy_box_in(
+        data,
+        piece.fetch.start - item.payload.start,
+        dtype_from_name(item.dtype),
+        strides,
+        box.offsets,
+        box.sizes,
+        part,
+    )
+
+
+def copy_box(item: StoredItem, payload: memoryview, target: Target) -> None:
+    """Copy a target's box out of the whole payload of its chunk."""
+    assert target.tensor is not None
+    offsets = tuple(target.read_item.storage_offsets)
+    sizes = tuple(target.read_item.lengths)
+    _check_inside(item, offsets, sizes, target.fqn)
+    dtype = dtype_from_name(item.dtype)
+    copy_box_in(payload, 0, dtype, row_major_strides(item.sizes), offsets, sizes, target.tensor)
+
+
+def copy_decoded(tensor: torch.Tensor, target: Target) -> None:
+    """Copy a target's box out of a chunk that was decoded as a whole."""
+    assert target.tensor is not None
+    offsets = tuple(target.read_item.storage_offsets)
+    sizes = tuple(target.read_item.lengths)
+    _check_box(tuple(tensor.shape), target.item, offsets, sizes, target.fqn)
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    target.tensor.copy_(tensor)
+
+
+def _check_inside(
+    item: StoredItem, offsets: tuple[int, ...], sizes: tuple[int, ...], fqn: str
+) -> None:
+    _check_box(item.sizes, item, offsets, sizes, fqn)
+
+
+def _check_box(
+    chunk: tuple[int, ...],
+    item: StoredItem,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    fqn: str,
+) -> None:
+    fits = len(chunk) == len(sizes) and all(
+        offset >= 0 and offset + size <= stored
+        for offset, size, stored in zip(offsets, sizes, chunk, strict=True)
+    )
+    if not fits:
+        raise CorruptError(
+            f"{fqn!r}: the metadata promises elements {offsets} + {sizes} of a chunk, and the"
+            f" chunk stored in {item.key} has shape {chunk}",
+            key=item.key,
+            start=item.record.start,
+            end=item.record.end,
+            fqn=fqn,
+        )

@@ -1,0 +1,298 @@
+"""From tensors to objects: slabs are filled, checksummed and uploaded, all at the same time.
+
+One thread (the caller's) fills slabs; one thread per object in flight checksums and
+uploads them; the store keeps several parts of an object in flight. A slab goes back to
+the pool when the store drops it, so memory stays at the pool's size::
+
+    caller    fill slab 0 | fill slab 1 | fill slab 2 | ...        (one copy per byte)
+    object 0              | crc 0, put 0 ........... free slab 0
+                                        | crc 1, put 1 ........... free slab 1
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+
+from dcpstore.budget import Bytes, Cancelled, SlabPool
+from dcpstore.config import WriteConfig
+from dcpstore.errors import CorruptError
+from dcpstore.format.checksum import BlockChecksummer
+from dcpstore.format.copying import copy_bytes_out
+from dcpstore.manifest import DataObject
+from dcpstore.store.base import Buffer, Store
+
+__all__ = ["ObjectStream", "Uploads"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """One piece of host memory, seen as numpy and as torch."""
+
+    array: Bytes
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Part:
+    """A filled slab on its way.
+
+    Attributes:
+        slab: The memory.
+        num_bytes: How much of it is filled.
+        checked: Whose payload each stretch of it is.
+        devices: CUDA devices whose queued copies must end before it is read.
+    """
+
+    slab: _Slab
+    num_bytes: int = 0
+    checked: list[tuple[BlockChecksummer, int, int]] = field(default_factory=list)
+    events: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+
+    def seal_copies(self) -> None:
+        for device, event in self.events.items():
+            event.record(torch.cuda.current_stream(device))
+
+    def wait_and_check(self) -> None:
+        for event in self.events.values():
+            event.synchronize()
+        for checksummer, start, end in self.checked:
+            checksummer.update(self.slab.array[start:end].data)
+
+
+class ObjectStream(io.RawIOBase):
+    """The bytes of one object, written front to back. One thread at a time.
+
+    Bytes written between `begin_checked` and `end_checked` feed that checksummer, later
+    and in another thread: its result is there once the upload has ended.
+    """
+
+    def __init__(self, uploads: Uploads, key: str) -> None:
+        self._uploads = uploads
+        self.key = key
+        self.parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._part: _Part | None = None
+        self._done_bytes = 0
+        self._checksummer: BlockChecksummer | None = None
+        self._checked_from = 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the number of bytes written so far."""
+        return self._done_bytes + (self._part.num_bytes if self._part else 0)
+
+    def begin_checked(self, checksummer: BlockChecksummer) -> None:
+        """From here on, checksum what is written."""
+        self._checksummer = checksummer
+        self._checked_from = self._part.num_bytes if self._part else 0
+
+    def end_checked(self) -> None:
+        """Stop checksumming."""
+        self._note_checked()
+        self._checksummer = None
+
+    def write(self, data: Buffer) -> int:
+        """Copy bytes into the object."""
+        view = memoryview(data).cast("B")
+        at = 0
+        while at < len(view):
+            part, room = self._room()
+            count = min(room, len(view) - at)
+            part.slab.array[part.num_bytes : part.num_bytes + count] = view[at : at + count]
+            part.num_bytes += count
+            at += count
+        return len(view)
+
+    def write_tensor(self, tensor: torch.Tensor) -> None:
+        """Copy a plain tensor's payload into the object, one copy per byte.
+
+        The payload must start at a multiple of the element size in the object, so that no
+        element is split between two slabs.
+        """
+        total = tensor.numel() * tensor.element_size()
+        is_queued = tensor.device.type == "cuda"
+        start = 0
+        while start < total:
+            part, room = self._room()
+            end = min(total, start + room)
+            out = part.slab.tensor[part.num_bytes : part.num_bytes + end - start]
+            copy_bytes_out(tensor, start, end, out, non_blocking=is_queued)
+            if is_queued and tensor.device not in part.events:
+                part.events[tensor.device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            part.num_bytes += end - start
+            start = end
+
+    def finish(self) -> None:
+        """Hand on what is left; the object is complete."""
+        self._emit()
+        self.parts.put(None)
+
+    def _room(self) -> tuple[_Part, int]:
+        if self._part is not None and self._part.num_bytes == len(self._part.slab.array):
+            self._emit()
+        if self._part is None:
+            self._part = _Part(self._uploads.take_slab())
+        return self._part, len(self._part.slab.array) - self._part.num_bytes
+
+    def _note_checked(self) -> None:
+        if self._checksummer is not None and self._part is not None:
+            end = self._part.num_bytes
+            if end > self._checked_from:
+                self._part.checked.append((self._checksummer, self._checked_from, end))
+
+    def _emit(self) -> None:
+        if self._part is None:
+            return
+        self._note_checked()
+        self._part.seal_copies()
+        self._done_bytes += self._part.num_bytes
+        self.parts.put(self._part)
+        self._part = None
+        self._checked_from = 0
+
+
+class Uploads:
+    """All uploads of one rank's save, under one pool of slabs.
+
+    Use as a context manager: leaving it with an error aborts what is in flight, leaving
+    it without one waits for everything. `objects` is complete only after that.
+
+    Args:
+        store: Rooted at the checkpoint's folder.
+        config: Sizes and bounds.
+        pin: Allocate page-locked slabs, for copies from a CUDA device.
+    """
+
+    def __init__(self, store: Store, config: WriteConfig, *, pin: bool) -> None:
+        self._store = store
+        self._config = config
+        self._pin = pin
+        num_slabs = config.budget_bytes // config.part_bytes
+        self._pool: SlabPool[_Slab] = SlabPool(num_slabs, self._make_slab)
+        self._executor = ThreadPoolExecutor(config.max_uploads, "dcpstore-upload")
+        self._failed = threading.Event()
+        self._open: ObjectStream | None = None
+        self._futures: dict[str, Future[DataObject]] = {}
+        self.objects: dict[str, DataObject] = {}
+
+    @property
+    def keys(self) -> list[str]:
+        """Every key that this save may have put, whether its put ended or not."""
+        return list(self._futures)
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._wait()
+            else:
+                self._abort(error)
+        finally:
+            self._executor.shutdown(wait=True)
+
+    def open(self, key: str) -> ObjectStream:
+        """Begin the next object. The one before must be finished."""
+        stream = ObjectStream(self, key)
+        self._open = stream
+        self._futures[key] = self._executor.submit(self._upload, stream)
+        return stream
+
+    def take_slab(self) -> _Slab:
+        """Take a free slab, waiting for one.
+
+        Raises:
+            Cancelled: If an upload failed meanwhile.
+        """
+        if self._failed.is_set():
+            raise Cancelled
+        return self._pool.acquire(cancelled=self._failed.is_set)
+
+    def _make_slab(self) -> _Slab:
+        tensor = torch.empty(self._config.part_bytes, dtype=torch.uint8, pin_memory=self._pin)
+        return _Slab(tensor.numpy(), tensor)
+
+    def _wait(self) -> None:
+        self._raise_cause()
+        for key, future in self._futures.items():
+            self.objects[key] = future.result()
+
+    def _abort(self, error: BaseException) -> None:
+        self._failed.set()
+        if self._open is not None:
+            self._open.parts.put(None)
+        if isinstance(error, Cancelled):
+            self._raise_cause()
+
+    def _raise_cause(self) -> None:
+        """Wait for all uploads; raise what made the first one fail, not what that cancelled."""
+        failures = [error for future in self._futures.values() if (error := future.exception())]
+        for error in failures:
+            if not isinstance(error, Cancelled):
+                raise error
+
+    def _upload(self, stream: ObjectStream) -> DataObject:
+        try:
+            return self._put(stream)
+        except BaseException:
+            self._failed.set()
+            raise
+
+    def _put(self, stream: ObjectStream) -> DataObject:
+        sent = _Count()
+        parts = self._leases(stream, sent)
+        first = next(parts, b"")
+        second = next(parts, None)
+        if second is None:
+            etag = self._store.put(stream.key, first)
+        else:
+            rest = chain([first, second], parts)
+            del first, second  # or they would hold their slabs until the upload ends
+            etag = self._store.put_parts(
+                stream.key,
+                rest,
+                part_bytes=self._config.part_bytes,
+                max_concurrency=self._config.max_uploads,
+            )
+        self._confirm(stream.key, sent.num_bytes)
+        return DataObject(stream.key, sent.num_bytes, etag)
+
+    def _leases(self, stream: ObjectStream, sent: _Count) -> Iterator[memoryview]:
+        while (part := stream.parts.get()) is not None:
+            if self._failed.is_set():
+                break
+            part.wait_and_check()
+            sent.num_bytes += part.num_bytes
+            lease = self._pool.lease(part.slab, part.slab.array[: part.num_bytes])
+            view = lease.data
+            del lease, part
+            yield view
+            del view
+        if self._failed.is_set():
+            raise Cancelled
+
+    def _confirm(self, key: str, num_bytes: int) -> None:
+        """Ask for the object's size where the store does not acknowledge a put."""
+        if self._store.capabilities.acknowledges_puts:
+            return
+        stored = self._store.head(key).size_bytes
+        if stored != num_bytes:
+            raise CorruptError(
+                f"{key} has {stored} bytes in the store after {num_bytes} were put", key=key
+            )
+
+
+@dataclass(slots=True)
+class _Count:
+    num_bytes: int = 0
