@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from dcpstore.demo.job import NUM_MICRO_BATCHES, JobReport, JobSpec, train
-from dcpstore.demo.launch import RanksError, run_ranks
+from dcpstore.demo.launch import RanksError, deaf_to_interrupts, run_ranks
 from dcpstore.demo.model import ModelConfig
 from dcpstore.demo.report import (
     Check,
@@ -52,11 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, _exit_on_signal)  # so that a killed demo ends its children
     try:
-        with MotoServer() as server, tempfile.TemporaryDirectory(prefix="dcpstore-demo-") as folder:
+        with contextlib.ExitStack() as stack:
+            with deaf_to_interrupts():
+                server = stack.enter_context(MotoServer())
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dcpstore-demo-"))
             server.create_bucket(BUCKET)
             _say(f"An S3 server is up at {server.endpoint_url}, with the bucket {BUCKET!r}.")
-            demo = _Demo(options, Path(folder), server)
-            checks = demo.run()
+            checks = _Demo(options, Path(folder), server).run()
             if options.keep_server:
                 _keep(server.endpoint_url)
     except RanksError as error:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-__all__ = ["RanksError", "run_ranks"]
+__all__ = ["RanksError", "deaf_to_interrupts", "run_ranks"]
 
 S = TypeVar("S")
 
@@ -47,11 +49,27 @@ def run_ranks(
         for rank in range(num_ranks)
     ]
     try:
-        for process in processes:
-            process.start()
+        with deaf_to_interrupts():
+            for process in processes:
+                process.start()
         _wait_for_all(processes, time.monotonic() + timeout_s)
     finally:
         _stop(processes)
+
+
+@contextlib.contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Let processes started inside never hear ctrl-C; the caller hears it on leaving.
+
+    A terminal sends ctrl-C to all processes at once, but the parent alone decides what ends.
+    """
+    # It would start with the first process and unblock the signal behind our back.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _wait_for_all(processes: Sequence[BaseProcess], deadline_s: float) -> None:
@@ -81,8 +99,6 @@ def _stop(processes: Sequence[BaseProcess]) -> None:
 
 
 def _run_rank(function: Callable[[S, int], None], spec: S, rank: int) -> None:
-    # ctrl-C reaches every process of the terminal; the parent alone decides what ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     function(spec, rank)
 
