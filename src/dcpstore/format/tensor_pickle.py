@@ -107,7 +107,7 @@ def read_tensor_pickle(data: memoryview, start: int) -> PickledTensor:
     try:
         return _Reader(window, start).run()
     except TooShortError as short:
-        if len(window) == _MAX_PICKLE_BYTES:
+        if short.needed_bytes > start + _MAX_PICKLE_BYTES:
             raise NotATensorError("a long pickle") from short
         raise
 

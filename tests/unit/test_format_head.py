@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import warnings
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.utils.serialization import config
+
+from dcpstore.format import dtypes
+from dcpstore.format.copying import copy_box_in
+from dcpstore.format.head import HEAD_BYTES, NeedMoreBytes, ParsedHead, parse_record_head
+from dcpstore.format.record import plan_record
+from dcpstore.format.tensors import encode_opaque
+
+NAMES = [n for n, row in dtypes.DTYPES.items() if row.is_plain and hasattr(torch, n)]
+SHAPES = [(), (0,), (3,), (2, 3, 5), (0, 7), (70_000, 2), (1, 2, 1, 2, 1, 2)]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def saved(value: object, **options: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+def filled(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    dtype = dtypes.dtype_from_name(name)
+    count = math.prod(shape) * dtype.itemsize
+    return (torch.arange(count) % 2).to(torch.uint8).view(dtype).reshape(shape)
+
+
+def payload(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def parsed(record: bytes, head_bytes: int = HEAD_BYTES) -> ParsedHead:
+    answer = parse_record_head(record[:head_bytes], len(record))
+    assert isinstance(answer, ParsedHead)
+    return answer
+
+
+def assert_finds(record: bytes, tensor: torch.Tensor) -> None:
+    head = parsed(record)
+    assert head.is_plain
+    assert head.tensor is not None
+    assert head.tensor.dtype == tensor.dtype
+    assert head.tensor.shape == tuple(tensor.shape)
+    assert head.head_bytes == head.tensor.payload_offset
+    start = head.tensor.payload_offset
+    data = payload(tensor)
+    assert head.tensor.payload_bytes == len(data)
+    assert record[start : start + len(data)] == data
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_payload_of_what_torch_saves_is_found(name: str) -> None:
+    for shape in SHAPES:
+        tensor = filled(name, shape)
+        assert_finds(saved(tensor), tensor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_our_own_records_are_read_too(name: str) -> None:
+    for shape in SHAPES:
+        for force_zip64 in (False, True):
+            tensor = filled(name, shape)
+            layout = plan_record(tensor.dtype, shape, object_offset=7, force_zip64=force_zip64)
+            assert_finds(layout.header + payload(tensor) + layout.trailer, tensor)
+
+
+def test_parameters_and_tensors_of_a_device_are_tensors() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert_finds(saved(torch.nn.Parameter(tensor)), tensor)
+    assert_finds(saved(tensor.clone().requires_grad_()), tensor)
+    elsewhere = saved(tensor).replace(b"\x03\0\0\0cpu", b"\x03\0\0\0xpu")
+    assert_finds(elsewhere, tensor)
+
+
+@pytest.mark.parametrize("alignment", [1, 64, 4096, 32768])
+@pytest.mark.parametrize("has_crc", [True, False])
+def test_other_settings_of_the_writer_do_not_matter(alignment: int, has_crc: bool) -> None:
+    if not hasattr(config.save, "storage_alignment"):
+        pytest.skip("this torch always aligns storages to 64 bytes")
+    tensor = torch.arange(100.0)
+    with config.patch({"save.storage_alignment": alignment, "save.compute_crc32": has_crc}):
+        record = saved(tensor)
+    answer = parse_record_head(record[:HEAD_BYTES], len(record))
+    if isinstance(answer, NeedMoreBytes):
+        # Every member is aligned, so the head has one alignment per member.
+        assert alignment > 64
+    while isinstance(answer, NeedMoreBytes):
+        answer = parse_record_head(record[: answer.num_bytes], len(record))
+    assert isinstance(answer, ParsedHead)
+    assert answer.is_plain
+    assert answer.tensor is not None
+    start = answer.tensor.payload_offset
+    assert record[start : start + 400] == payload(tensor)
+
+
+def test_items_of_a_stock_checkpoint_are_found(tmp_path) -> None:
+    state = {
+        f"w{i}": torch.randn(i + 1, 3).to(kind)
+        for i, kind in enumerate((torch.float32, torch.bfloat16, torch.int64, torch.uint16))
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path))
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert len(metadata.storage_data) == 4
+    for index, info in metadata.storage_data.items():
+        blob = (tmp_path / info.relative_path).read_bytes()
+        record = blob[info.offset : info.offset + info.length]
+        assert_finds(record, state[index.fqn])
+
+
+VIEWS = {
+    "transposed": torch.arange(12.0).reshape(3, 4).t(),
+    "part": torch.arange(12.0)[3:7],
+    "prefix": torch.arange(12.0)[:7],
+    "stepped": torch.arange(12.0)[1::3],
+    "expanded": torch.arange(3.0).expand(4, 3),
+    "uint16 part": torch.arange(12).to(torch.uint16)[3:7],
+}
+
+
+@pytest.mark.parametrize("kind", list(VIEWS))
+def test_views_are_described_but_not_plain(kind: str) -> None:
+    view = VIEWS[kind]
+    record = saved(view)
+    head = parsed(record)
+    stored = head.tensor
+    assert stored is not None
+    assert not head.is_plain
+    assert (stored.shape, stored.strides) == (tuple(view.shape), view.stride())
+    assert stored.storage_offset == view.storage_offset()
+    # The description is enough to copy a box out of the payload.
+    target = torch.zeros(view.shape, dtype=view.dtype)
+    first = stored.payload_offset + stored.storage_offset * view.element_size()
+    data = record[first : stored.payload_offset + stored.payload_bytes]
+    copy_box_in(data, 0, view.dtype, stored.strides, [0] * view.dim(), view.shape, target)
+    assert torch.equal(target, view)
+
+
+def test_dimensions_of_size_one_may_have_any_stride() -> None:
+    tensor = torch.arange(6.0).as_strided((1, 6, 1), (17, 1, 5))
+    assert parsed(saved(tensor)).is_plain
+
+
+def marked() -> torch.Tensor:
+    tensor = torch.zeros(3)
+    tensor.mark = 1
+    return tensor
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.arange(8.0), 0.5, 3, torch.qint8)
+
+
+OPAQUE = {
+    "list": lambda: saved([1, 2]),
+    "two tensors": lambda: saved((torch.zeros(2), torch.zeros(2))),
+    "dictionary": lambda: saved({"a": torch.zeros(2)}),
+    "conj": lambda: saved(torch.zeros(2, dtype=torch.complex64).conj()),
+    "neg": lambda: saved(torch.zeros(2, dtype=torch.complex64).conj().imag),
+    "sparse": lambda: saved(torch.eye(3).to_sparse()),
+    "quantized": lambda: encode_opaque(quantized()),
+    "attributes": lambda: saved(marked()),
+    "meta": lambda: saved(torch.zeros(3, device="meta")),
+    "storage": lambda: saved(torch.zeros(3).untyped_storage()),
+    "legacy": lambda: saved(torch.zeros(3), _use_new_zipfile_serialization=False),
+    "pickle": lambda: pickle.dumps([1, 2]) * 100,
+    "protocol 4": lambda: saved(torch.zeros(3), pickle_protocol=4),
+    "zeros": lambda: bytes(2000),
+    "empty": lambda: b"",
+    "text": lambda: saved("x" * 100_000),
+}
+
+
+@pytest.mark.parametrize("kind", list(OPAQUE))
+def test_all_else_is_opaque_and_says_why(kind: str) -> None:
+    record = OPAQUE[kind]()
+    head = parsed(record, len(record))
+    assert head.tensor is None
+    assert not head.is_plain
+    assert head.reason
+    assert isinstance(parse_record_head(record[:HEAD_BYTES], len(record)), ParsedHead)
+
+
+class Evil:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('ran')",)
+
+
+def test_nothing_that_stands_in_a_record_is_run() -> None:
+    head = parsed(saved(Evil()))
+    assert head.tensor is None
+    assert "builtin" in head.reason
+
+
+def test_a_short_head_asks_for_more_until_it_is_enough() -> None:
+    record = saved(torch.arange(12.0))
+    whole = parsed(record)
+    for given in range(len(record)):
+        answer = parse_record_head(record[:given], len(record))
+        if given >= whole.head_bytes:
+            assert answer == whole
+        else:
+            assert isinstance(answer, NeedMoreBytes)
+            assert given < answer.num_bytes <= len(record)
+
+
+def test_a_truncated_record_is_opaque() -> None:
+    record = saved(torch.arange(12.0))
+    for size in (0, 3, 29, 100, 500, 700, 720):
+        head = parsed(record[:size])
+        assert head.tensor is None
+        assert head.reason
+
+
+def edited(tensor: torch.Tensor, old: bytes, new: bytes) -> bytes:
+    record = saved(tensor)
+    assert old in record
+    assert len(old) == len(new)
+    return record.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b"K\x0c\x85q", b"K\x0d\x85q", "past its storage"),
+        (b"cpuq\x04K\x0c", b"cpuq\x04K\xff", "longer than the record"),
+        (b"storage", b"garbage", "persistent id"),
+        (b"K\x00K\x0c", b"K\x0cK\x0c", "past its storage"),
+        (b"\x89c", b"\x89]", "opcode"),
+        (b"_rebuild_tensor_v2", b"_rebuild_tensor_v9", "global"),
+        (b"_rebuild_tensor_v2", b"_rebuild_tensor_v3", "unusual arguments"),
+        (b"archive/data.pkl", b"archive/data.xyz", "starts with"),
+        (b"PK\x07\x08", b"PK\x07\x09", "without a descriptor"),
+        (b"PK\x03\x04\0\0\x08\x08\0\0", b"PK\x03\x04\0\0\x08\x08\x08\0", "compressed"),
+        (b"PK\x03\x04\0\0\x08\x08\0\0", b"PK\x03\x04\0\0\x09\x08\0\0", "encrypted"),
+        (b"little", b"biggie", "biggie-endian"),
+    ],
+)
+def test_an_edited_head_is_opaque(old: bytes, new: bytes, reason: str) -> None:
+    head = parsed(edited(torch.arange(12.0), old, new))
+    assert head.tensor is None
+    assert reason in head.reason
+
+
+def test_any_flipped_byte_of_the_head_gives_an_answer_inside_the_record() -> None:
+    for record in (saved(torch.arange(12.0)), saved(filled("uint16", (3, 4)))):
+        for position in range(parsed(record).head_bytes):
+            for flip in (1, 0x80, 0xFF):
+                bad = bytearray(record)
+                bad[position] ^= flip
+                answer = parse_record_head(bad, len(record))
+                if isinstance(answer, ParsedHead) and answer.tensor is not None:
+                    stored = answer.tensor
+                    assert stored.payload_offset + stored.payload_bytes <= len(record)
+
+
+def test_an_archive_of_another_writer_is_read_if_it_is_stored() -> None:
+    inner = zipfile.ZipFile(io.BytesIO(saved(torch.arange(12.0))))
+    for method, is_plain in ((zipfile.ZIP_STORED, True), (zipfile.ZIP_DEFLATED, False)):
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w", method) as writer:
+            for name in inner.namelist():
+                writer.writestr(name, inner.read(name))
+        assert parsed(stream.getvalue()).is_plain == is_plain
+
+
+def test_members_that_are_too_long_or_too_many_are_not_walked() -> None:
+    inner = zipfile.ZipFile(io.BytesIO(saved(torch.arange(12.0))))
+    for extra in ([("archive/x", b"x" * 5000)], [(f"archive/{i}", b"x") for i in range(20)]):
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as writer:
+            writer.writestr("archive/data.pkl", inner.read("archive/data.pkl"))
+            for name, content in extra:
+                writer.writestr(name, content)
+            writer.writestr("archive/data/0", inner.read("archive/data/0"))
+        record = stream.getvalue()
+        head = parsed(record, len(record))
+        assert head.tensor is None
+        assert "before the storage" in head.reason
+
+
+def test_a_dtype_that_this_torch_lacks_is_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = saved(filled("float8_e8m0fnu", (4,)))
+    dtypes.dtype_from_name.cache_clear()
+    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    head = parsed(record)
+    assert head.tensor is None
+    assert "a newer torch does" in head.reason
+
+
+def test_zip64_sizes_in_a_broken_extra_field_are_refused() -> None:
+    layout = plan_record(torch.uint8, (4,), force_zip64=True)
+    field = struct.pack("<HHQQ", 1, 16, 4, 4)
+    bad = layout.header.replace(field, struct.pack("<HHQQ", 9, 16, 4, 4)) + bytes(4)
+    assert "zip64" in parsed(bad + layout.trailer).reason
