@@ -12,18 +12,17 @@ DCP calls it in this order, once per save:
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import pickle
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -37,12 +36,7 @@ from dcpstore.errors import (
     IncompatibleError,
 )
 from dcpstore.folder import Folder
-from dcpstore.format.checksum import BlockChecksummer
-from dcpstore.format.copying import copy_bytes_out
-from dcpstore.format.dtypes import dtype_name
-from dcpstore.format.record import plan_record
-from dcpstore.format.tensors import encode_opaque, is_plain, to_plain
-from dcpstore.manifest import DataObject, ItemId, Manifest, StoredItem, decode, encode
+from dcpstore.manifest import ItemId, Manifest, StoredItem, decode, encode
 from dcpstore.metadata import (
     entries_of,
     expected_items,
@@ -51,37 +45,15 @@ from dcpstore.metadata import (
     stock_items,
     stock_storage_data,
 )
-from dcpstore.planning.pack import plan_objects
-from dcpstore.ranges import ByteRange
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
 from dcpstore.torch_private import dcp_format_version
 from dcpstore.trust import load_metadata_pickle
-from dcpstore.upload import ObjectStream, Uploads
+from dcpstore.write_job import WriteJob, Written
 
 __all__ = ["ObjectStoreWriter"]
 
 logger = logging.getLogger(__name__)
-
-_RECORD_OVERHEAD_BYTES = 700  # for packing only; the true size is known when it is written
-_SCRATCH_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What a rank tells the coordinator about one item, in ``WriteResult.storage_data``."""
-
-    item: StoredItem
-    object: DataObject
-
-
-@dataclass(slots=True)
-class _Draft:
-    """An item as written, before its checksums are known."""
-
-    index: MetadataIndex
-    item: StoredItem
-    checksummer: BlockChecksummer
 
 
 class ObjectStoreWriter(StorageWriter):
@@ -231,7 +203,7 @@ class ObjectStoreWriter(StorageWriter):
         self._is_save_id_used = True
         store = self._folder.open()
         rank = plan.storage_data.rank if isinstance(plan.storage_data, _RankNumber) else None
-        job = _WriteJob(store, self._config, self._extensions, planner, self._save_id)
+        job = WriteJob(store, self._config, self._extensions, planner, self._save_id)
         try:
             results = job.run(plan.items, self._rank if rank is None else rank)
         except BaseException:
@@ -328,15 +300,15 @@ class _RankNumber:
     rank: int
 
 
-def _merge(results: Sequence[WriteResult]) -> dict[MetadataIndex, _Written]:
+def _merge(results: Sequence[WriteResult]) -> dict[MetadataIndex, Written]:
     """Return one result per item.
 
     Raises:
         IncompatibleError: If two ranks stored different bytes as the same item.
     """
-    merged: dict[MetadataIndex, _Written] = {}
+    merged: dict[MetadataIndex, Written] = {}
     for result in results:
-        written: _Written = result.storage_data
+        written: Written = result.storage_data
         first = merged.setdefault(result.index, written)
         if first is not written and not _same_bytes(first.item, written.item):
             raise IncompatibleError(
@@ -355,7 +327,7 @@ def _same_bytes(one: StoredItem, other: StoredItem) -> bool:
     )
 
 
-def _check_complete(metadata: Metadata, by_id: Mapping[ItemId, _Written]) -> None:
+def _check_complete(metadata: Metadata, by_id: Mapping[ItemId, Written]) -> None:
     missing = [one for one in expected_items(metadata) if one not in by_id]
     if missing:
         raise IncompatibleError(
@@ -375,218 +347,3 @@ def _referenced_keys(store: Store, found: Found, metadata_key: str) -> set[str]:
     except CheckpointError as error:
         logger.warning("%s: cannot tell which objects the checkpoint has (%s)", store.url, error)
         return set()
-
-
-class _WriteJob:
-    """One rank's part of one save."""
-
-    def __init__(
-        self,
-        store: Store,
-        config: WriteConfig,
-        extensions: Sequence[Any],
-        planner: SavePlanner,
-        save_id: str,
-    ) -> None:
-        self._store = store
-        self._config = config
-        self._extensions = extensions
-        self._planner = planner
-        self._save_id = save_id
-        self._inline_bytes = 0
-        self.keys: list[str] = []
-
-    def run(self, items: Sequence[WriteItem], rank: int | None) -> list[WriteResult]:
-        """Write all items; return one result per item."""
-        drafts: list[_Draft] = []
-        sizes = [_expected_bytes(item) for item in items]
-        uploads = Uploads(self._store, self._config, pin=torch.cuda.is_available())
-        with uploads:
-            for number, positions in enumerate(plan_objects(sizes, self._config.object_bytes)):
-                key = keys.data_key(rank or 0, number, self._save_id)
-                self.keys.append(key)
-                stream = uploads.open(key)
-                drafts.extend(self._write(stream, items[position]) for position in positions)
-                stream.finish()
-        return [self._result(draft, uploads.objects[draft.item.key]) for draft in drafts]
-
-    def _result(self, draft: _Draft, stored: DataObject) -> WriteResult:
-        item = replace(draft.item, checksums=draft.checksummer.finish())
-        return WriteResult(draft.index, item.record.num_bytes, _Written(item, stored))
-
-    def _write(self, stream: ObjectStream, write_item: WriteItem) -> _Draft:
-        checksummer = BlockChecksummer(self._config.checksum_block_bytes)
-        data = self._planner.resolve_data(write_item)
-        if write_item.type == WriteItemType.BYTE_IO:
-            item = self._write_value(stream, checksummer, data)
-        else:
-            item = self._write_tensor(stream, checksummer, _check_tensor(write_item, data))
-        return _Draft(write_item.index, item, checksummer)
-
-    def _write_value(
-        self, stream: ObjectStream, checksummer: BlockChecksummer, data: object
-    ) -> StoredItem:
-        if not isinstance(data, io.BytesIO):
-            raise IncompatibleError(
-                "the planner's resolve_data gave"
-                f" {type(data).__name__} for a value; DCP's contract is an io.BytesIO"
-            )
-        content = data.getbuffer()
-        if self._extensions:
-            return self._write_transformed(stream, checksummer, [content], "bytes", ())
-        return self._write_whole(stream, checksummer, content, "bytes", ())
-
-    def _write_tensor(
-        self, stream: ObjectStream, checksummer: BlockChecksummer, tensor: torch.Tensor
-    ) -> StoredItem:
-        sizes = tuple(tensor.shape)
-        plain = is_plain(tensor)
-        if self._extensions:
-            pieces = _record_pieces(tensor) if plain else [memoryview(encode_opaque(tensor))]
-            return self._write_transformed(stream, checksummer, pieces, "record", sizes)
-        if not plain:
-            content = memoryview(encode_opaque(tensor))
-            return self._write_whole(stream, checksummer, content, "record", sizes)
-        start = stream.tell()
-        layout = plan_record(tensor.dtype, sizes, object_offset=start)
-        stream.write(layout.header)
-        stream.begin_checked(checksummer)
-        inline = None
-        if self._may_inline(layout.payload_bytes):
-            inline = _payload(tensor)
-            stream.write(inline)
-        else:
-            stream.write_tensor(tensor)
-        stream.end_checked()
-        stream.write(layout.trailer)
-        payload = start + layout.payload_offset
-        return StoredItem(
-            key=stream.key,
-            record=ByteRange(start, stream.tell()),
-            kind="raw",
-            payload=ByteRange(payload, payload + layout.payload_bytes),
-            dtype=dtype_name(tensor.dtype),
-            sizes=sizes,
-            block_bytes=self._config.checksum_block_bytes,
-            inline=inline,
-        )
-
-    def _write_whole(
-        self,
-        stream: ObjectStream,
-        checksummer: BlockChecksummer,
-        content: memoryview,
-        kind: Any,
-        sizes: tuple[int, ...],
-    ) -> StoredItem:
-        start = stream.tell()
-        stream.begin_checked(checksummer)
-        stream.write(content)
-        stream.end_checked()
-        inline = bytes(content) if self._may_inline(len(content)) else None
-        return self._whole_item(stream, start, kind, sizes, (), inline)
-
-    def _write_transformed(
-        self,
-        stream: ObjectStream,
-        checksummer: BlockChecksummer,
-        pieces: Iterable[memoryview | bytes],
-        kind: Any,
-        sizes: tuple[int, ...],
-    ) -> StoredItem:
-        start = stream.tell()
-        stream.begin_checked(checksummer)
-        sink: Any = _KeepOpen(stream)
-        for extension in self._extensions:
-            sink = extension.transform_to(sink)
-        for piece in pieces:
-            sink.write(piece)
-        sink.close()
-        stream.end_checked()
-        descriptors = tuple(one.get_descriptor() for one in reversed(self._extensions))
-        return self._whole_item(stream, start, kind, sizes, descriptors, None)
-
-    def _whole_item(
-        self,
-        stream: ObjectStream,
-        start: int,
-        kind: Any,
-        sizes: tuple[int, ...],
-        transforms: tuple[str, ...],
-        inline: bytes | None,
-    ) -> StoredItem:
-        record = ByteRange(start, stream.tell())
-        return StoredItem(
-            key=stream.key,
-            record=record,
-            kind=kind,
-            payload=record,
-            sizes=sizes,
-            transforms=transforms,
-            block_bytes=self._config.checksum_block_bytes,
-            inline=inline,
-        )
-
-    def _may_inline(self, num_bytes: int) -> bool:
-        total = self._inline_bytes + num_bytes
-        if num_bytes > self._config.inline_bytes or total > self._config.inline_rank_bytes:
-            return False
-        self._inline_bytes = total
-        return True
-
-
-class _KeepOpen(io.RawIOBase):
-    """Lets a transform close its output without closing the object it is a part of."""
-
-    def __init__(self, stream: ObjectStream) -> None:
-        self._stream = stream
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._stream.write(data)
-
-
-def _expected_bytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        known = item.bytes_io_data
-        return _RECORD_OVERHEAD_BYTES if known is None else known.nbytes
-    elements = 1
-    for size in item.tensor_data.chunk.sizes:
-        elements *= size
-    return _RECORD_OVERHEAD_BYTES + elements * item.tensor_data.properties.dtype.itemsize
-
-
-def _check_tensor(item: WriteItem, data: object) -> torch.Tensor:
-    if not isinstance(data, torch.Tensor):
-        raise IncompatibleError(
-            f"the planner's resolve_data gave {type(data).__name__} for the tensor"
-            f" {item.index.fqn!r}"
-        )
-    planned = item.tensor_data
-    if planned is not None and tuple(data.shape) != tuple(planned.chunk.sizes):
-        raise IncompatibleError(
-            f"{item.index.fqn!r} was planned as a chunk of shape {tuple(planned.chunk.sizes)} and"
-            f" resolved to shape {tuple(data.shape)}"
-        )
-    return to_plain(data)
-
-
-def _payload(tensor: torch.Tensor) -> bytes:
-    num_bytes = tensor.numel() * tensor.element_size()
-    out = torch.empty(num_bytes, dtype=torch.uint8)
-    copy_bytes_out(tensor, 0, num_bytes, out)
-    return out.numpy().tobytes()
-
-
-def _record_pieces(tensor: torch.Tensor) -> Iterable[memoryview | bytes]:
-    """Yield a plain tensor's record in pieces of bounded size, for a transform."""
-    layout = plan_record(tensor.dtype, tuple(tensor.shape))
-    yield layout.header
-    scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
-    for start in range(0, layout.payload_bytes, _SCRATCH_BYTES):
-        end = min(start + _SCRATCH_BYTES, layout.payload_bytes)
-        copy_bytes_out(tensor, start, end, scratch[: end - start])
-        yield scratch.numpy().data[: end - start]
-    yield layout.trailer

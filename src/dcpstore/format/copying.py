@@ -40,7 +40,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not _is_payload(tensor):
         raise ValueError("only a contiguous tensor without lazy bits is its own payload")
-    return tensor.detach().view(-1).view(torch.uint8)
+    # By way of each element's bytes: a typed view minds the strides of dimensions of size 0 and 1.
+    return _each_byte(tensor.detach()).view(-1)
 
 
 def _is_payload(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ kind       put                               put_parts
 local      temporary file, then rename, or   the same temporary file, part by part
            link for create
 memory     one assignment under a lock       collected, then one assignment
+Google     see `dcpstore.store.gcsfs_writer`
 others     ``pipe_file``                     ``open(autocommit=False)``, then ``commit``
 =========  ================================  ===========================================
 """
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dcpstore.errors import AlreadyExistsError, ConflictError
 from dcpstore.store.base import Capabilities, IfMatch, ObjectInfo
+from dcpstore.store.gcsfs_writer import GcsWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -71,6 +73,8 @@ def writer_for(scheme: str) -> Writer:
         return _LocalWriter()
     if scheme == "memory":
         return _MemoryWriter()
+    if scheme == "gs":
+        return GcsWriter()
     return _StreamWriter()
 
 
@@ -78,6 +82,8 @@ def info_of(key: str, info: Mapping[str, Any]) -> ObjectInfo:
     """Read fsspec's description of an object."""
     mark = next((info[name] for name in _ETAG_NAMES if info.get(name)), None)
     when = next((info[name] for name in _MODIFIED_NAMES if info.get(name)), None)
+    if isinstance(mark, datetime | float):  # memory's find and info differ in its type
+        mark = _as_time(mark)
     etag = None if mark is None else str(mark)
     if "ino" in info:  # a local file: its time alone may be too coarse
         etag = f"{info['ino']:x}-{info.get('mtime', 0)}-{info['size']:x}"

@@ -109,7 +109,7 @@ class ObstoreStore:
 
     def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
         """Store one object in one atomic request and return its ETag."""
-        path, body = self._path(key), as_bytes_view(data)
+        path, body = self._path(key), self._body(as_bytes_view(data))
         asked = Asked("put", key, self.url).under(mode)
         if isinstance(mode, IfMatch) and not self.capabilities.compare_and_swap:
             compare_etag(asked, mode, lambda: self.head(key))
@@ -130,12 +130,12 @@ class ObstoreStore:
         """Store one large object from parts, several in flight, and return its ETag."""
         path = self._path(key)
         stream = checked_parts(parts, part_bytes)
-        held = [next(stream, memoryview(b""))]
+        held = [self._body(next(stream, memoryview(b"")))]
         if held[0].nbytes < part_bytes:
             for _ in stream:  # raises: a part after a short one
                 pass
             return self.put(key, held.pop())
-        source = _Source(held, stream)
+        source = _Source(held, map(self._body, stream), is_remote=bool(self._location.bucket))
         try:
             result = _ask(
                 Asked("put_parts", key, self.url),
@@ -190,6 +190,10 @@ class ObstoreStore:
                 for path in paths:
                     self._delete([path])
 
+    def _body(self, view: memoryview) -> memoryview:
+        """Memory keeps the very buffers it is given, but they are the caller's to refill."""
+        return memoryview(bytes(view)) if self._location.scheme == "memory" else view
+
     def _path(self, key: str) -> str:
         return self._root + check_key(key)
 
@@ -223,7 +227,10 @@ class _Source:
     exception waits until obstore has dropped every part.
     """
 
-    def __init__(self, held: list[memoryview], rest: Iterator[memoryview]) -> None:
+    def __init__(
+        self, held: list[memoryview], rest: Iterator[memoryview], *, is_remote: bool
+    ) -> None:
+        self._is_remote = is_remote
         self._held = held
         self._rest = rest
         self._sent: list[weakref.ref[memoryview]] = []
@@ -239,7 +246,8 @@ class _Source:
             raise
         except Exception as error:
             self.error = error
-            self._wait_for_parts()
+            if self._is_remote:
+                self._wait_for_parts()
             raise
         self._sent = [one for one in self._sent if one() is not None]
         self._sent.append(weakref.ref(part))

@@ -11,12 +11,13 @@ from dcpstore.testing.faults import Crashed, FaultyStore, StoreFault
 from dcpstore.testing.latency import LatencyStore
 from dcpstore.testing.recording import RecordingStore, StoreRequest
 from dcpstore.testing.s3_wire import Fault, LoggedRequest
-from dcpstore.testing.servers import MotoServer, S3Client
+from dcpstore.testing.servers import GcsServer, MotoServer, S3Client
 
 __all__ = [
     "Crashed",
     "Fault",
     "FaultyStore",
+    "GcsServer",
     "LatencyStore",
     "LoggedRequest",
     "MotoServer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcpstore.errors import StoreError
 from dcpstore.store.base import Fetched, ObjectInfo
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Crashed", "FaultyStore", "StoreFault"]
 
+_T = TypeVar("_T")
 FaultKind = Literal[
     "error", "denied", "throttle", "lost_ack", "crash", "crash_after", "short", "long", "flip"
 ]
@@ -61,8 +62,9 @@ class StoreFault:
 class FaultyStore:
     """A `Store` that follows a script of faults. Thread-safe.
 
-    The first fault of the script that matches a request takes it; later ones do not
-    even count it. A script may be extended while the store is in use.
+    Each fault counts the requests that match its verb and key; the first one whose
+    turn it is takes the request, and those behind it do not count it. A script may be
+    extended while the store is in use.
 
     Args:
         inner: The store that does the work.
@@ -158,7 +160,7 @@ class FaultyStore:
             for number, part in enumerate(parts):
                 self._check_alive("put_parts", key)
                 if fault is not None and fault.after_parts == number:
-                    self._fail(fault, "put_parts", key)
+                    raise self._failure(fault, "put_parts", key)
                 yield part
                 del part
 
@@ -192,9 +194,9 @@ class FaultyStore:
         self,
         verb: str,
         key: str,
-        call: Callable[[], Any],
-        spoilt: Callable[[Any, StoreFault], Any] | None = None,
-    ) -> Any:
+        call: Callable[[], _T],
+        spoilt: Callable[[_T, StoreFault], _T] | None = None,
+    ) -> _T:
         return self._do(self._take(verb, key), verb, key, call, spoilt)
 
     def _do(
@@ -202,9 +204,9 @@ class FaultyStore:
         fault: StoreFault | None,
         verb: str,
         key: str,
-        call: Callable[[], Any],
-        spoilt: Callable[[Any, StoreFault], Any] | None = None,
-    ) -> Any:
+        call: Callable[[], _T],
+        spoilt: Callable[[_T, StoreFault], _T] | None = None,
+    ) -> _T:
         if fault is None:
             return call()
         if fault.kind in ("short", "long", "flip"):
@@ -212,7 +214,7 @@ class FaultyStore:
             return spoilt(answer, fault) if spoilt is not None else answer
         if fault.kind in ("lost_ack", "crash_after"):
             call()
-        return self._fail(fault, verb, key)
+        raise self._failure(fault, verb, key)
 
     def _take(self, verb: str, key: str) -> StoreFault | None:
         with self._lock:
@@ -232,11 +234,11 @@ class FaultyStore:
         if self._is_dead:
             raise Crashed(f"{verb} {key!r}: the process has crashed", key=key)
 
-    def _fail(self, fault: StoreFault, verb: str, key: str) -> Any:
+    def _failure(self, fault: StoreFault, verb: str, key: str) -> StoreError:
         if fault.kind in ("crash", "crash_after"):
             with self._lock:
                 self._is_dead = True
-        raise _failure(fault, verb, key)
+        return _failure(fault, verb, key)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"

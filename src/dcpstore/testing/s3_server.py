@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import threading
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
+from dcpstore.testing.process import serve_until_orphaned
 from dcpstore.testing.s3_wire import Fault, LoggedRequest
 
 if TYPE_CHECKING:
@@ -214,12 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     # moto would ask the network for instance metadata and account names otherwise.
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "test")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "test")
-    server = _build(options.latency_s)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdout.write(f"{server.server_port}\n")
-    sys.stdout.flush()
-    sys.stdin.read()
-    os._exit(0)  # connections that are still open need no goodbye
+    serve_until_orphaned(_build(options.latency_s))
 
 
 if __name__ == "__main__":

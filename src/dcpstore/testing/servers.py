@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
 
+from dcpstore.testing.process import ServerProcess
 from dcpstore.testing.s3_wire import Fault, LoggedRequest
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
-__all__ = ["MotoServer", "S3Client"]
-
-_START_S = 60.0
+__all__ = ["GcsServer", "MotoServer", "S3Client"]
 
 
-class MotoServer:
+class MotoServer(ServerProcess):
     """An S3 server (moto) in a process of its own on 127.0.0.1.
 
     It keeps everything in memory, checks no credentials and no checksums, and
@@ -41,67 +35,15 @@ class MotoServer:
     """
 
     def __init__(self, *, latency_s: float = 0.0) -> None:
-        self._latency_s = latency_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._endpoint_url = ""
-
-    def start(self) -> MotoServer:
-        """Start the process and wait until it serves.
-
-        Raises:
-            RuntimeError: If it ends or stays silent instead.
-        """
-        command = [sys.executable, "-m", "dcpstore.testing.s3_server"]
-        self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
-            [*command, "--latency-s", str(self._latency_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.strip().isdigit():
-            self.close()
-            raise RuntimeError("the S3 server did not start: is moto[server,s3] installed?")
-        self._endpoint_url = f"http://127.0.0.1:{int(line)}"
-        return self
-
-    def close(self) -> None:
-        """End the process. Idempotent."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-
-    def __enter__(self) -> MotoServer:
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def endpoint_url(self) -> str:
-        """Where it listens, as ``http://127.0.0.1:port``."""
-        return self._endpoint_url
+        module = "dcpstore.testing.s3_server"
+        super().__init__(module, "--latency-s", str(latency_s), needs="moto[server,s3]")
 
     def storage_options(self) -> dict[str, Any]:
         """fsspec-style options that reach this server."""
         return {
             "key": "test",
             "secret": "test",
-            "endpoint_url": self._endpoint_url,
+            "endpoint_url": self.endpoint_url,
             "client_kwargs": {"region_name": "us-east-1"},
         }
 
@@ -113,7 +55,7 @@ class MotoServer:
 
     def client(self, bucket: str) -> S3Client:
         """Return a minimal client of one bucket, independent of all engines."""
-        return S3Client(self._endpoint_url, bucket)
+        return S3Client(self.endpoint_url, bucket)
 
     def requests(self) -> list[LoggedRequest]:
         """All requests since the start or the last `clear_requests`, in order of answer."""
@@ -141,7 +83,27 @@ class MotoServer:
 
     def _control(self, what: str, given: dict[str, Any] | None = None) -> Any:
         body = json.dumps(given or {}).encode()
-        return json.loads(_send("POST", f"{self._endpoint_url}/_dcpstore/{what}", body))
+        return json.loads(_send("POST", f"{self.endpoint_url}/_dcpstore/{what}", body))
+
+
+class GcsServer(ServerProcess):
+    """A Google storage emulator (JSON API) in a process of its own on 127.0.0.1.
+
+    It ignores preconditions and takes one request at a time. For gcsfs only: obstore
+    speaks Google's XML API. Needs ``gcp-storage-emulator``, and in this process
+    ``GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false`` before gcsfs is imported: gcsfs would
+    ask Google's control plane for the kind of the bucket first, for 60 s.
+
+    Args:
+        buckets: Made before it serves; without ``-`` in their names.
+    """
+
+    def __init__(self, *buckets: str) -> None:
+        super().__init__("dcpstore.testing.gcs_server", *buckets, needs="gcp-storage-emulator")
+
+    def storage_options(self) -> dict[str, Any]:
+        """fsspec-style options that reach this server."""
+        return {"endpoint_url": self.endpoint_url, "token": "anon", "project": "test"}
 
 
 class S3Client:
