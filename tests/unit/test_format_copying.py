@@ -166,6 +166,8 @@ def test_as_bytes_shares_the_memory_of_a_contiguous_tensor() -> None:
     assert tensor.isnan().all()
     assert as_bytes(torch.tensor(True)).tolist() == [1]
     assert as_bytes(torch.zeros(0, 3)).shape == (0,)
+    assert as_bytes(torch.zeros(1).expand(4)[:0]).shape == (0,)
+    assert as_bytes(torch.zeros(1).as_strided((1,), (0,))).shape == (4,)
     for other in (torch.zeros(3, 4).t(), torch.zeros(2, dtype=torch.complex64).conj()):
         with pytest.raises(ValueError, match="its own payload"):
             as_bytes(other)
