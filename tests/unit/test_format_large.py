@@ -1,0 +1,93 @@
+"""Records beyond 4 GiB, for real: sparse files, but every size and offset is above 32 bits."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcpstore.format.head import HEAD_BYTES, ParsedHead, parse_record_head
+from dcpstore.format.record import plan_record
+from dcpstore.views import RangeView
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
+
+ROWS, COLUMNS = 4, (1 << 28) + 3  # of float32: 4 GiB and 48 bytes
+BEFORE = 1000
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory):
+    """An object with a record at byte `BEFORE`, marked at its first and last element."""
+    path = tmp_path_factory.mktemp("large") / "object"
+    layout = plan_record(torch.float32, (ROWS, COLUMNS), object_offset=BEFORE)
+    assert layout.payload_bytes > 2**32
+    with path.open("wb") as file:
+        file.seek(BEFORE)
+        file.write(layout.header)
+        file.write(torch.tensor([1.5]).numpy().tobytes())
+        file.seek(BEFORE + layout.payload_offset + layout.payload_bytes - 4)
+        file.write(torch.tensor([2.5]).numpy().tobytes())
+        file.write(layout.trailer)
+    yield path, layout
+    path.unlink()
+
+
+def assert_is_marked(tensor: torch.Tensor) -> None:
+    assert tensor.shape == (ROWS, COLUMNS)
+    assert tensor.dtype == torch.float32
+    assert tensor[0, 0].item() == 1.5
+    assert tensor[-1, -1].item() == 2.5
+    assert not tensor[1].count_nonzero()
+
+
+def test_torch_load_reads_it_out_of_an_object(large) -> None:
+    path, layout = large
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        view = RangeView.over_reader(
+            lambda offset, size: os.pread(descriptor, min(size, 1 << 24), offset),
+            BEFORE,
+            BEFORE + layout.record_bytes,
+        )
+        loaded = torch.load(io.BufferedReader(view), map_location="cpu", weights_only=True)
+    assert_is_marked(loaded)
+
+
+def test_torch_load_maps_it_alone_in_a_file(large, tmp_path: Path) -> None:
+    layout = plan_record(torch.float32, (ROWS, COLUMNS))
+    path = tmp_path / "record.pt"
+    with path.open("wb") as file:
+        file.write(layout.header + torch.tensor([1.5]).numpy().tobytes())
+        file.seek(layout.payload_offset + layout.payload_bytes - 4)
+        file.write(torch.tensor([2.5]).numpy().tobytes() + layout.trailer)
+    assert_is_marked(torch.load(path, mmap=True, weights_only=True))
+    path.unlink()
+
+
+def test_its_head_is_read_like_any_other(large) -> None:
+    path, layout = large
+    with path.open("rb") as file:
+        file.seek(BEFORE)
+        head = parse_record_head(file.read(HEAD_BYTES), layout.record_bytes)
+    assert isinstance(head, ParsedHead)
+    assert head.is_plain
+    assert head.tensor is not None
+    assert head.tensor.payload_bytes == layout.payload_bytes
+
+
+def test_the_head_of_a_stock_record_of_that_size_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "stock.pt"
+    with path.open("wb") as file:
+        torch.save(torch.zeros(2**32 + 8, dtype=torch.uint8), file)
+    with path.open("rb") as file:
+        head = parse_record_head(file.read(HEAD_BYTES), path.stat().st_size)
+        assert isinstance(head, ParsedHead)
+        assert head.is_plain
+        assert head.tensor is not None
+        assert head.tensor.payload_bytes == 2**32 + 8
+        assert head.tensor.payload_offset == head.head_bytes
+    path.unlink()
