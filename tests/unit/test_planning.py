@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpstore.manifest import StoredItem
+from dcpstore.planning.boxes import bands, is_one_run, row_major_strides, runs
+from dcpstore.planning.pack import plan_objects
+from dcpstore.planning.reads import ReadPlan, Want, plan_reads
+from dcpstore.ranges import ByteRange
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def stored(
+    sizes: tuple[int, ...],
+    item_bytes: int = 4,
+    *,
+    start: int = 0,
+    block_bytes: int = 256 * KIB,
+    key: str = "object",
+    checked: bool = True,
+) -> StoredItem:
+    num_bytes = prod(sizes) * item_bytes
+    blocks = -(-num_bytes // block_bytes)
+    return StoredItem(
+        key=key,
+        record=ByteRange(start, start + num_bytes + 600),
+        kind="raw",
+        payload=ByteRange(start + 320, start + 320 + num_bytes),
+        dtype="float32",
+        sizes=sizes,
+        checksums=np.zeros(blocks, np.uint32) if checked else None,
+        block_bytes=block_bytes,
+    )
+
+
+def plan(*wants: Want, request_bytes: int = 8 * MIB, gap: int = 512 * KIB) -> ReadPlan:
+    return plan_reads(wants, request_bytes=request_bytes, join_gap_bytes=gap)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    chunk = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in chunk)
+    sizes = tuple(draw(st.integers(0, c - o)) for c, o in zip(chunk, offsets, strict=True))
+    return chunk, offsets, sizes
+
+
+def elements(chunk: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[int]:
+    strides = row_major_strides(chunk)
+    spaces = [range(o, o + n) for o, n in zip(offsets, sizes, strict=True)]
+    return [
+        sum(i * s for i, s in zip(index, strides, strict=True))
+        for index in itertools.product(*spaces)
+    ]
+
+
+@given(boxes(), st.integers(1, 200), st.integers(0, 60), st.sampled_from([1, 2, 8]))
+def test_bands_cover_each_element_once_within_their_span_and_span_no_wide_hole(
+    box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    max_bytes: int,
+    max_gap: int,
+    item_bytes: int,
+) -> None:
+    chunk, offsets, sizes = box
+    found: list[int] = []
+    for band in bands(
+        chunk, offsets, sizes, item_bytes, max_bytes=max_bytes, max_gap_bytes=max_gap
+    ):
+        inside = elements(chunk, band.offsets, band.sizes)
+        assert band.span.start == inside[0] * item_bytes
+        assert band.span.end == (inside[-1] + 1) * item_bytes
+        assert band.span.num_bytes <= max_bytes or len(inside) == 1
+        holes = [b - a - 1 for a, b in itertools.pairwise(inside)]
+        assert max(holes, default=0) * item_bytes <= max_gap
+        found += inside
+    assert sorted(found) == elements(chunk, offsets, sizes)
+
+
+@given(boxes())
+def test_a_box_is_one_run_exactly_if_its_elements_are_consecutive(
+    box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+) -> None:
+    chunk, offsets, sizes = box
+    inside = elements(chunk, offsets, sizes)
+    if inside:
+        consecutive = inside == list(range(inside[0], inside[0] + len(inside)))
+        assert is_one_run(chunk, sizes) == consecutive
+
+
+def test_runs_are_cut_at_block_edges() -> None:
+    pieces = list(runs((100, 100), (10, 0), (50, 100), 4, max_bytes=8192, align_bytes=4096))
+    assert pieces[0].span.start == 4000
+    assert pieces[-1].span.end == 24000
+    assert all(piece.span.end % 4096 == 0 for piece in pieces[:-1])
+
+
+def test_a_full_load_fetches_each_byte_once_in_requests_of_the_given_size() -> None:
+    item = stored((4096, 4096))
+    done = plan(Want(0, item, (0, 0), (4096, 4096), 4, dense_target=True))
+    assert done.fetched_bytes == done.needed_bytes == 64 * MIB
+    assert len(done.requests) == 8
+
+
+def test_an_eighth_of_the_rows_costs_an_eighth_of_the_bytes() -> None:
+    item = stored((8192, 4096))
+    done = plan(Want(0, item, (1000, 0), (1024, 4096), 4, dense_target=True))
+    assert done.needed_bytes == 16 * MIB
+    assert done.fetched_bytes <= 1.05 * done.needed_bytes
+
+
+def test_columns_with_long_runs_are_fetched_run_by_run() -> None:
+    item = stored((32, 1 << 20))  # rows of 4 MiB, of which 1 MiB is wanted
+    done = plan(Want(0, item, (0, 1 << 18), (32, 1 << 18), 4, dense_target=True))
+    assert len(done.requests) == 32
+    assert done.fetched_bytes <= 1.25 * done.needed_bytes
+
+
+def test_columns_with_short_runs_are_fetched_with_their_gaps() -> None:
+    item = stored((4096, 4096))  # runs of 4 KiB, gaps of 12 KiB: one request beats 512
+    done = plan(Want(0, item, (0, 1024), (4096, 1024), 4, dense_target=True))
+    assert len(done.requests) == 8
+    assert done.fetched_bytes <= 4.1 * done.needed_bytes
+
+
+def test_small_neighbours_share_a_request_in_any_order() -> None:
+    wants = [
+        Want(i, stored((64,), start=1000 * i), (0,), (64,), 4, dense_target=True)
+        for i in reversed(range(100))
+    ]
+    done = plan(*wants)
+    assert len(done.requests) == 1
+    assert {piece.slot for piece in done.requests[0].pieces} == set(range(100))
+
+
+def test_a_gap_wider_than_allowed_is_not_read() -> None:
+    near, far = stored((64,), start=0), stored((64,), start=10 * MIB)
+    wants = [Want(i, x, (0,), (64,), 4, dense_target=True) for i, x in enumerate((near, far))]
+    assert len(plan(*wants).requests) == 2
+    assert len(plan(*wants, gap=16 * MIB, request_bytes=16 * MIB).requests) == 1
+
+
+def test_without_checksums_nothing_is_widened() -> None:
+    item = stored((1000,), checked=False)
+    done = plan(Want(0, item, (10,), (5,), 4, dense_target=True))
+    assert done.requests[0].range == ByteRange(320 + 40, 320 + 60)
+
+
+def test_with_checksums_a_slice_is_widened_to_whole_blocks() -> None:
+    item = stored((4096,), block_bytes=4 * KIB)
+    done = plan(Want(0, item, (1500,), (5,), 4, dense_target=True))
+    assert done.requests[0].range == ByteRange(320 + 4 * KIB, 320 + 8 * KIB)
+
+
+def test_an_empty_box_costs_no_request() -> None:
+    done = plan(Want(0, stored((0, 4)), (0, 0), (0, 4), 4, dense_target=True))
+    assert done.requests == ()
+    assert done.num_pieces == {0: 0}
+
+
+@given(
+    box=boxes(),
+    dense=st.booleans(),
+    request_bytes=st.integers(64, 300),
+    gap=st.integers(0, 100),
+    block=st.sampled_from([16, 64]),
+)
+def test_every_piece_lies_inside_its_request_and_pieces_cover_the_box(
+    box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    dense: bool,
+    request_bytes: int,
+    gap: int,
+    block: int,
+) -> None:
+    chunk, offsets, sizes = box
+    item = stored(chunk, block_bytes=block)
+    done = plan(
+        Want(0, item, offsets, sizes, 4, dense_target=dense), request_bytes=request_bytes, gap=gap
+    )
+    found: list[int] = []
+    for request in done.requests:
+        for piece in request.pieces:
+            assert piece.box is not None
+            assert request.range.start <= piece.fetch.start
+            assert piece.fetch.end <= request.range.end
+            assert piece.fetch.start <= piece.span.start
+            assert piece.span.end <= piece.fetch.end <= item.payload.end
+            assert (piece.fetch.start - item.payload.start) % block == 0
+            shape = (prod(chunk),) if piece.is_flat else chunk
+            found += elements(shape, piece.box.offsets, piece.box.sizes)
+    assert sorted(found) == elements(chunk, offsets, sizes)
+    assert done.num_pieces[0] == sum(len(request.pieces) for request in done.requests)
+
+
+@given(st.lists(st.integers(0, 100), max_size=50), st.integers(1, 120))
+def test_objects_keep_order_and_stay_near_their_size(sizes: list[int], target: int) -> None:
+    objects = plan_objects(sizes, target)
+    assert [position for one in objects for position in one] == list(range(len(sizes)))
+    for one in objects:
+        assert one
+        assert sum(sizes[position] for position in one) <= target or len(one) == 1
+
+
+def test_an_oversized_item_gets_an_object_alone() -> None:
+    assert plan_objects([10, 500, 10, 10], 100) == [[0], [1], [2, 3]]
+
+
+def test_a_plan_prints_its_cost() -> None:
+    done = plan(Want(0, stored((1024,)), (0,), (512,), 4, dense_target=True))
+    assert str(done) == "1 requests, 4096 bytes for 2048 needed (2.000x)"
+
+
+def test_a_request_is_never_smaller_than_a_block() -> None:
+    item = stored((1 << 20,))
+    done = plan(Want(0, item, (0,), (1 << 20,), 4, dense_target=True), request_bytes=100 * KIB)
+    assert {request.range.num_bytes for request in done.requests} == {256 * KIB}
