@@ -12,13 +12,14 @@ PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit bench campaign clean
+.PHONY: help setup demo test lint unit bench gpu campaign clean
 
 help:
 	@echo 'make demo      train, save to an emulated bucket, load on other ranks, compare'
 	@echo 'make test      every check: format, lint, types, layers, tests'
 	@echo 'make lint      the same without the tests'
 	@echo 'make bench     benchmarks'
+	@echo 'make gpu       tests that need a CUDA device'
 	@echo 'make campaign  long fault schedules'
 	@echo 'make clean     remove .venv and caches'
 
@@ -51,6 +52,9 @@ test: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
 
 campaign: $(READY)
 	$(BIN)/python -m pytest -m campaign --timeout 3600 $(PYTEST_ARGS)
