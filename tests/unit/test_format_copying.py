@@ -160,6 +160,40 @@ def test_a_parameter_is_filled_in_place() -> None:
     assert target.grad_fn is None
 
 
+def test_tensors_of_inference_mode_are_written_from_any_thread() -> None:
+    with torch.inference_mode():
+        target, out = torch.zeros(2, 2), torch.zeros(16, dtype=torch.uint8)
+    copy_box_in(payload(torch.ones(4)), 0, torch.float32, (2, 1), (0, 0), (2, 2), target.t())
+    copy_bytes_out(target, 0, 16, out)
+    copy_bytes_out(target.t(), 0, 16, out)
+    assert out.numpy().tobytes() == payload(torch.ones(4))
+
+
+def test_a_default_device_does_not_matter() -> None:
+    chunk = torch.arange(6.0).reshape(2, 3)
+    for shift in (0, 1):
+        data = memoryview(bytes(shift) + payload(chunk))[shift:]
+        target = torch.zeros(3, 2, dtype=torch.float64).t()
+        with torch.device("meta"):
+            copy_box_in(data, 0, torch.float32, (3, 1), (0, 0), (2, 3), target)
+        assert torch.equal(target, chunk.double())
+
+
+def test_a_scratch_of_bounded_size_serves_boxes_of_any_shape() -> None:
+    # Unaligned and cast: rows longer than the scratch, and many short rows.
+    for shape in ((3, 400_000), (400_000, 3), (2, 1, 300_001)):
+        chunk = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+        data = memoryview(bytes(1) + payload(chunk))[1:]
+        target = torch.zeros(shape, dtype=torch.int64)
+        offsets = [0] * len(shape)
+        copy_box_in(data, 0, torch.int32, chunk.stride(), offsets, shape, target)
+        assert torch.equal(target, chunk.long())
+    lazy = torch.complex(torch.arange(300_000.0), torch.ones(300_000)).reshape(3, -1).conj()
+    out = unaligned(lazy.numel() * 8, 1)
+    copy_bytes_out(lazy, 0, len(out), out)
+    assert out.numpy().tobytes() == payload(lazy)
+
+
 def test_as_bytes_shares_the_memory_of_a_contiguous_tensor() -> None:
     tensor = torch.zeros(3, requires_grad=True)
     as_bytes(tensor).fill_(0xFF)

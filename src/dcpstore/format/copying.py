@@ -17,10 +17,12 @@ disjoint targets.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
@@ -46,6 +48,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_payload(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _may_write(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Allow in-place writes to a tensor that was made in inference mode.
+
+    The mode belongs to a thread: where the caller of a save or load is in it, the threads
+    that do the copies are not.
+    """
+    return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def _each_byte(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,10 +106,11 @@ def copy_bytes_out(
         raise ValueError(f"out must be {end - start} contiguous uint8 bytes in one dimension")
     if start == end:
         return
-    if _is_payload(source):
-        out.copy_(as_bytes(source)[start:end], non_blocking=non_blocking)
-    else:
-        _copy_run_out(source, start // item, end // item, out, non_blocking)
+    with _may_write(out):
+        if _is_payload(source):
+            out.copy_(as_bytes(source)[start:end], non_blocking=non_blocking)
+        else:
+            _copy_run_out(source, start // item, end // item, out, non_blocking)
 
 
 def _copy_run_out(
@@ -177,9 +189,8 @@ class _Memory:
     __array_interface__: dict[str, object]
 
 
-def _tensor_over(buffer: Buffer) -> torch.Tensor:
-    """Return the bytes of a buffer, read-only or not, as a flat uint8 tensor without a copy."""
-    array = np.frombuffer(memoryview(buffer), dtype=np.uint8)
+def _tensor_over(array: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Return a flat uint8 tensor over an array's memory, read-only or not, without a copy."""
     if not array.flags.writeable:
         interface = dict(array.__array_interface__)
         interface["data"] = (interface["data"][0], False)
@@ -220,18 +231,19 @@ def copy_box_in(
     if not target.numel():
         return
     low, high = _span(dtype, chunk_strides, box_offsets, box_sizes)
-    data = _tensor_over(source)
-    if low < source_start or high > source_start + data.numel():
+    held = np.frombuffer(memoryview(source), dtype=np.uint8)
+    if low < source_start or high > source_start + held.size:
         raise ValueError(
             f"the box needs payload bytes [{low}, {high}), "
-            f"the source holds [{source_start}, {source_start + data.numel()})"
+            f"the source holds [{source_start}, {source_start + held.size})"
         )
-    data = data[low - source_start : high - source_start]
+    data = _tensor_over(held[low - source_start : high - source_start])
     is_exact = target.dtype == dtype and not target.is_conj() and not target.is_neg()
-    if is_exact and target.is_contiguous() and _is_row_major(box_sizes, chunk_strides):
-        as_bytes(target).copy_(data)
-        return
-    _copy_strided_in(data, dtype, chunk_strides, target, is_exact=is_exact)
+    with _may_write(target):
+        if is_exact and target.is_contiguous() and _is_row_major(box_sizes, chunk_strides):
+            as_bytes(target).copy_(data)
+        else:
+            _copy_strided_in(data, dtype, chunk_strides, target, is_exact=is_exact)
 
 
 def _span(
@@ -266,16 +278,13 @@ def _copy_strided_in(
     """Copy the box that starts at byte 0 of ``data``."""
     item = dtype.itemsize
     if data.data_ptr() % item == 0:
-        # A fresh view of the same memory whose storage starts at the box, so that the
-        # typed view needs no aligned storage offset.
-        typed = torch.frombuffer(data.numpy(), dtype=dtype)
-        target.copy_(typed.as_strided(target.shape, tuple(strides)))
+        target.copy_(data.view(dtype).as_strided(target.shape, tuple(strides)))
         return
     box = data.as_strided((*target.shape, item), (*(s * item for s in strides), 1))
     if is_exact:
         _each_byte(target).copy_(box)
         return
     for piece, index in _pieces(target):
-        scratch = torch.empty(piece.shape, dtype=dtype)
+        scratch = torch.empty(piece.shape, dtype=dtype, device="cpu")
         _each_byte(scratch).copy_(box[index])
         piece.copy_(scratch)
