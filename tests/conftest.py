@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from dcpstore.testing import MotoServer
+from dcpstore.testing import GcsServer, MotoServer
+
+# gcsfs would ask Google's control plane what kind of bucket an emulated one is.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +28,12 @@ def s3_server(moto_server: MotoServer) -> Iterator[MotoServer]:
     yield moto_server
     moto_server.heal()
     moto_server.set_latency(0)
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[GcsServer]:
+    """One Google storage emulator for the whole run, with a bucket ``contract``."""
+    if importlib.util.find_spec("gcp_storage_emulator") is None:
+        pytest.skip("gcp-storage-emulator is not installed")
+    with GcsServer("contract") as server:
+        yield server

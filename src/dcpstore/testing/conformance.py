@@ -1,0 +1,347 @@
+"""What every `Store` must do, as functions that take one. Use them on stores of your own.
+
+```python
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
+def test_my_store_conforms(check):
+    check(MyStore("some/empty/prefix"))
+```
+
+Each check writes below a folder of its own name and expects that folder to be empty.
+Violations are `AssertionError`s that say what the store did.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from dcpstore.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+)
+from dcpstore.store.base import IfMatch, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["CHECKS", "ODD_KEYS", "PART_BYTES"]
+
+PART_BYTES = 5 * 2**20  # the least that S3 takes
+ODD_KEYS = (
+    "with space",
+    "plus+and&",
+    "percent%",
+    "percent%41",
+    "hash#tag",
+    "question?mark",
+    "ünïcödé/ключ/鍵",
+    "tilde~dot.-_",
+    "quotes'\"",
+    "semi;colon:at@",
+    "[brackets]{braces}",
+    "a" * 200,
+    ".metadata",
+    "__0_0.0123abcd.distcp",
+)
+
+
+def _check(is_right: bool, said: str) -> None:
+    if not is_right:
+        raise AssertionError(said)
+
+
+def _expect(kind: type[CheckpointError], call: Callable[[], object], what: str) -> CheckpointError:
+    try:
+        answer = call()
+    except kind as error:
+        return error
+    except Exception as error:
+        raise AssertionError(f"{what}: {type(error).__name__}, not {kind.__name__}") from error
+    raise AssertionError(f"{what}: succeeded with {answer!r}, not {kind.__name__}")
+
+
+def a_put_can_be_read_back(store: Store) -> None:
+    """Put bytes of several kinds and fetch them; a put replaces what was there."""
+    key = "read_back/object"
+    for data in (b"", b"first", bytearray(b"second"), memoryview(b"3210")[::1], b"x" * 100_000):
+        etag = store.put(key, data)
+        fetched = store.get(key)
+        _check(bytes(fetched.data) == bytes(data), f"put {bytes(data)[:9]!r}, got another")
+        _check(isinstance(fetched.data, memoryview), "get answers with a memoryview")
+        _check(fetched.data.readonly, "an answer is read-only")
+        if store.capabilities.acknowledges_puts:
+            _check(etag is not None, "a store that acknowledges puts returns an ETag")
+            _check(etag == fetched.etag, f"put said {etag}, get says {fetched.etag}")
+
+
+def a_buffer_of_any_item_type_is_stored_as_bytes(store: Store) -> None:
+    """Put a view of 8-byte items and a view of two dimensions."""
+    whole = memoryview(bytes(range(64)))
+    for view in (whole.cast("q"), whole.cast("B", (8, 8))):
+        store.put("views/object", view)
+        _check(bytes(store.get("views/object").data) == bytes(whole), f"{view.format} view")
+
+
+def ranges_are_exact_at_every_edge(store: Store) -> None:
+    """Fetch ranges at the start, in the middle, at the end, and empty ones."""
+    data = bytes(range(256)) * 4
+    store.put("ranges/object", data)
+    edges = (0, 1, 2, 511, 512, 1022, 1023, 1024)
+    for start, end in itertools.combinations_with_replacement(edges, 2):
+        got = store.get_range("ranges/object", start, end)
+        _check(bytes(got) == data[start:end], f"[{start}, {end}) brought {len(got)} bytes")
+        _check(got.readonly, "an answer is read-only")
+
+
+def an_empty_range_makes_no_request(store: Store) -> None:
+    """Ask for nothing of what does not exist."""
+    _check(len(store.get_range("nowhere/object", 7, 7)) == 0, "an empty range is empty")
+
+
+def a_range_past_the_end_is_corruption(store: Store) -> None:
+    """Ask for more than there is, in part and in whole, also of an empty object."""
+    store.put("past/object", b"0123456789")
+    store.put("past/empty", b"")
+    for key, start, end in (("object", 5, 11), ("object", 10, 11), ("object", 20, 30)):
+        error = _expect(
+            CorruptError,
+            lambda k=key, s=start, e=end: store.get_range(f"past/{k}", s, e),  # type: ignore[misc]
+            f"[{start}, {end}) of 10 bytes",
+        )
+        _check((getattr(error, "start", 0), getattr(error, "end", 0)) == (start, end), "its range")
+    _expect(CorruptError, lambda: store.get_range("past/empty", 0, 1), "[0, 1) of nothing")
+
+
+def what_is_absent_is_not_found(store: Store) -> None:
+    """Look for an object that nobody put."""
+    for verb, call in (
+        ("get", lambda: store.get("absent/object")),
+        ("get_range", lambda: store.get_range("absent/object", 0, 1)),
+        ("head", lambda: store.head("absent/object")),
+    ):
+        error = _expect(NotFoundError, call, f"{verb} of an absent key")
+        _check("absent/object" in error.message, "the message names the key")
+
+
+def a_folder_is_no_object(store: Store) -> None:
+    """Look at the folder of an object."""
+    store.put("folder/below/object", b"1")
+    _expect(NotFoundError, lambda: store.head("folder/below"), "head of a folder")
+
+
+def head_tells_size_and_mark(store: Store) -> None:
+    """Compare what head says with what put and get say."""
+    store.put("head/object", b"12345")
+    info = store.head("head/object")
+    _check(info.key == "head/object", f"the key is relative to the root: {info.key}")
+    _check(info.size_bytes == 5, f"size {info.size_bytes}")
+    _check(info.etag == store.get("head/object").etag, "one mark for head and get")
+    _check(info.modified is None or info.modified.tzinfo is not None, "times have a zone")
+
+
+def a_create_succeeds_once(store: Store) -> None:
+    """Create twice; the first content stays."""
+    store.put("create/object", b"first", mode="create")
+    _expect(
+        AlreadyExistsError,
+        lambda: store.put("create/object", b"second", mode="create"),
+        "a second create",
+    )
+    _check(bytes(store.get("create/object").data) == b"first", "the first create stays")
+
+
+def one_of_many_creates_wins(store: Store) -> None:
+    """Let eight threads create the same key at once."""
+    if not store.capabilities.atomic_create:
+        return
+
+    def create(number: int) -> bool:
+        try:
+            store.put("race/object", str(number).encode(), mode="create")
+        except (AlreadyExistsError, ConflictError):
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        wins = [n for n, won in enumerate(pool.map(create, range(8))) if won]
+    _check(len(wins) == 1, f"{len(wins)} creates won")
+    _check(bytes(store.get("race/object").data) == str(wins[0]).encode(), "the winner's content")
+
+
+def compare_and_swap_needs_the_right_mark(store: Store) -> None:
+    """Swap with the current, a stale and a foreign mark, and on an absent key."""
+    store.put("swap/object", b"one")
+    first = store.get("swap/object").etag
+    if first is None:
+        return
+    store.put("swap/object", b"two!", mode=IfMatch(first))
+    _check(bytes(store.get("swap/object").data) == b"two!", "the right mark swaps")
+    for mark, what in ((first, "a stale mark"), ('"0123"', "a foreign mark")):
+        _expect(
+            ConflictError,
+            lambda m=mark: store.put("swap/object", b"three", mode=IfMatch(m)),  # type: ignore[misc]
+            what,
+        )
+    _expect(
+        ConflictError,
+        lambda: store.put("swap/absent", b"three", mode=IfMatch(first)),
+        "a swap of nothing",
+    )
+    _check(bytes(store.get("swap/object").data) == b"two!", "a refused swap changes nothing")
+
+
+def parts_become_one_object(store: Store) -> None:
+    """Put streams of no, one short, one whole, and several parts."""
+    part = bytes(range(256)) * (PART_BYTES // 256)
+    streams: tuple[list[bytes], ...] = ([], [b"short"], [part], [part, part], [part, part, b"tail"])
+    for stream in streams:
+        etag = store.put_parts(
+            "parts/object", iter(stream), part_bytes=PART_BYTES, max_concurrency=3
+        )
+        info = store.head("parts/object")
+        _check(info.size_bytes == sum(map(len, stream)), f"{len(stream)} parts: {info}")
+        _check(etag in (None, info.etag), f"put_parts said {etag}, head says {info.etag}")
+    end = 2 * PART_BYTES
+    joint = bytes(store.get_range("parts/object", PART_BYTES - 3, PART_BYTES + 3))
+    _check(joint == part[-3:] + part[:3], "bytes around a joint")
+    _check(bytes(store.get_range("parts/object", end, end + 4)) == b"tail", "the last part")
+
+
+def a_failing_stream_publishes_nothing(store: Store) -> None:
+    """Let the iterator of parts raise: at once, early, and after several parts."""
+
+    class Mine(Exception):
+        pass
+
+    def failing(num_parts: int) -> Iterator[bytes]:
+        for _ in range(num_parts):
+            yield b"p" * PART_BYTES
+        raise Mine(f"after {num_parts}")
+
+    for num_parts in (0, 1, 3):
+        key = f"failing/{num_parts}"
+        try:
+            store.put_parts(key, failing(num_parts), part_bytes=PART_BYTES, max_concurrency=2)
+        except Mine:
+            pass
+        else:
+            raise AssertionError("the stream's own exception comes through")
+        _expect(NotFoundError, lambda k=key: store.head(k), "after a failure")  # type: ignore[misc]
+    _check(not list(store.list("failing/")), "nothing is listed after a failure")
+
+
+def a_wrong_part_size_is_refused(store: Store) -> None:
+    """Put a short part before another, and one that is too long."""
+    for stream in ([b"s", b"p" * PART_BYTES], [b"p" * (PART_BYTES + 1)]):
+        _expect(
+            ConfigError,
+            lambda s=stream: store.put_parts(  # type: ignore[misc]
+                "sizes/object", iter(s), part_bytes=PART_BYTES, max_concurrency=2
+            ),
+            "parts of a wrong size",
+        )
+    _expect(NotFoundError, lambda: store.head("sizes/object"), "nothing is published")
+
+
+def a_list_shows_keys_below_a_folder(store: Store) -> None:
+    """List a folder at every depth, its neighbours left out."""
+    for key in ("tree/a", "tree/b/c", "tree/b/d/e", "tree2/f", "trees"):
+        store.put(f"list/{key}", b"12")
+    found = {info.key: info for info in store.list("list/tree/")}
+    _check(sorted(found) == ["list/tree/a", "list/tree/b/c", "list/tree/b/d/e"], f"{sorted(found)}")
+    _check(all(info.size_bytes == 2 for info in found.values()), "sizes")
+    a = found["list/tree/a"]
+    _check(a.etag in (None, store.head(a.key).etag), "a list's mark is the head's")
+    _check(len(list(store.list("list/"))) == 5, "a folder holds its sub-folders")
+    _check(not list(store.list("list/nowhere/")), "an absent folder is empty")
+
+
+def odd_keys_keep_their_names(store: Store) -> None:
+    """Store, list, fetch and delete keys that need quoting somewhere."""
+    keys = [f"odd/{key}" for key in ODD_KEYS]
+    for key in keys:
+        store.put(key, key.encode())
+    _check(sorted(info.key for info in store.list("odd/")) == sorted(keys), "listed by their names")
+    for key in keys:
+        _check(bytes(store.get(key).data) == key.encode(), f"content of {key!r}")
+        _check(bytes(store.get_range(key, 1, 3)) == key.encode()[1:3], f"range of {key!r}")
+        _check(store.head(key).key == key, f"head of {key!r}")
+    store.delete_many(keys)
+    _check(not list(store.list("odd/")), "deleted by their names")
+
+
+def what_is_no_key_is_refused(store: Store) -> None:
+    """Use keys that would leave the root or mean a folder."""
+    for key in ("", "/a", "a/", "a//b", "../a", "a/../b", "./a"):
+        _expect(ConfigError, lambda k=key: store.put(k, b""), f"key {key!r}")  # type: ignore[misc]
+        _expect(ConfigError, lambda k=key: store.get(k), f"key {key!r}")  # type: ignore[misc]
+
+
+def deletes_forgive_what_is_absent(store: Store) -> None:
+    """Delete some that exist, some that do not, and none."""
+    store.put("delete/a", b"1")
+    store.put("delete/b", b"1")
+    store.delete_many([])
+    store.delete_many(["delete/absent", "delete/a", "delete/none"])
+    _check([info.key for info in store.list("delete/")] == ["delete/b"], "only those named")
+    _expect(NotFoundError, lambda: store.get("delete/a"), "what was deleted")
+
+
+def many_threads_may_use_one_store(store: Store) -> None:
+    """Put and fetch from eight threads at once."""
+
+    def work(number: int) -> bool:
+        key, data = f"threads/{number}", bytes([number]) * 1000
+        store.put(key, data)
+        return bytes(store.get_range(key, 0, 1000)) == data == bytes(store.get(key).data)
+
+    with ThreadPoolExecutor(8) as pool:
+        _check(all(pool.map(work, range(32))), "every thread reads what it wrote")
+
+
+def a_store_pickles_without_its_connections(store: Store) -> None:
+    """Use a store, pickle it, and compare the copy."""
+    store.put("pickle/object", b"1")
+    copy = pickle.loads(pickle.dumps(store))  # noqa: S301 - our own bytes
+    _check(copy.url == store.url, f"{copy.url} is not {store.url}")
+    _check(copy.capabilities == store.capabilities, "the same promises")
+    _check(isinstance(copy, Store), "a copy is a store")
+    copy.close()
+
+
+def a_closed_store_may_be_closed_again(store: Store) -> None:
+    """Close twice."""
+    store.put("close/object", b"1")
+    store.close()
+    store.close()
+
+
+CHECKS: tuple[Callable[[Store], None], ...] = (
+    a_put_can_be_read_back,
+    a_buffer_of_any_item_type_is_stored_as_bytes,
+    ranges_are_exact_at_every_edge,
+    an_empty_range_makes_no_request,
+    a_range_past_the_end_is_corruption,
+    what_is_absent_is_not_found,
+    a_folder_is_no_object,
+    head_tells_size_and_mark,
+    a_create_succeeds_once,
+    one_of_many_creates_wins,
+    compare_and_swap_needs_the_right_mark,
+    parts_become_one_object,
+    a_failing_stream_publishes_nothing,
+    a_wrong_part_size_is_refused,
+    a_list_shows_keys_below_a_folder,
+    odd_keys_keep_their_names,
+    what_is_no_key_is_refused,
+    deletes_forgive_what_is_absent,
+    many_threads_may_use_one_store,
+    a_store_pickles_without_its_connections,
+    a_closed_store_may_be_closed_again,
+)
