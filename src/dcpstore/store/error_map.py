@@ -160,6 +160,11 @@ def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:
         return _lost_condition(asked, answer)
     if answer.status == 404:
         return NotFoundError(f"{asked} failed: there is no such object ({answer}). Check the key")
+    if answer.status == 501 and asked.conditional is not None:
+        return ConfigError(
+            f"{asked} failed: this store cannot put under such a condition ({answer}). "
+            "Replace nothing there: save under a new name"
+        )
     if answer.status in (301, 307) or answer.code in ("PermanentRedirect", "TemporaryRedirect"):
         return ConfigError(
             f"{asked} failed: the bucket lies in another region ({answer}). Set "

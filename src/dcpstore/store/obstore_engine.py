@@ -21,7 +21,7 @@ from dcpstore.store.error_map import Asked, from_obstore
 from dcpstore.store.obstore_clients import ObstoreClients
 from dcpstore.store.options import translate
 from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
-from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed
+from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, with_either_mark
 
 if TYPE_CHECKING:
     from dcpstore.store.location import Location
@@ -114,15 +114,14 @@ class ObstoreStore:
         if isinstance(mode, IfMatch) and not self.capabilities.compare_and_swap:
             compare_etag(asked, mode, lambda: self.head(key))
             mode = "overwrite"
-        theirs = self._theirs(mode)
-        return self._mark(
-            _ask(
-                asked,
-                lambda: obstore.put(
-                    self._clients.get(), path, body, mode=theirs, use_multipart=False
-                ),
+
+        def send(mode: PutMode) -> Mapping[str, Any]:
+            theirs, store = self._theirs(mode), self._clients.get()
+            return _ask(
+                asked, lambda: obstore.put(store, path, body, mode=theirs, use_multipart=False)
             )
-        )
+
+        return self._mark(with_either_mark(mode, send))
 
     def put_parts(
         self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int

@@ -19,7 +19,8 @@ def as_bytes_view(data: Buffer) -> memoryview:
     Raises:
         ConfigError: If the buffer is not contiguous.
     """
-    view = memoryview(data)
+    # The same object where it is flat already: its owner may watch for its release.
+    view = data if isinstance(data, memoryview) else memoryview(data)
     if not view.c_contiguous:
         raise ConfigError("a body must be contiguous in memory")
     if view.nbytes == 0:

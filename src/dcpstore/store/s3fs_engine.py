@@ -21,7 +21,7 @@ from dcpstore.store.error_map import Answer, Asked, from_answer, from_fsspec
 from dcpstore.store.fsspec_clients import FsspecClients
 from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
 from dcpstore.store.retry import RetryPolicy, call_with_retries
-from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed
+from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, with_either_mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,9 +110,13 @@ class S3fsStore:
         """Store one object in one atomic request and return its ETag."""
         path, body = self._path(key), as_bytes_view(data)
         asked = Asked("put", key, self.url).under(mode)
-        condition = self._condition(asked, key, mode)
-        answer = self._call(asked, "put_object", Key=path, Body=bytes(body), **condition)
-        return answer.get("ETag") or None
+        whole = bytes(body)
+
+        def send(mode: PutMode) -> dict[str, Any]:
+            condition = self._condition(asked, key, mode)
+            return self._call(asked, "put_object", Key=path, Body=whole, **condition)
+
+        return with_either_mark(mode, send).get("ETag") or None
 
     def put_parts(
         self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int

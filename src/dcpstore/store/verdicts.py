@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dcpstore.errors import (
     CheckpointError,
@@ -12,12 +12,15 @@ from dcpstore.errors import (
     NotFoundError,
     StoreError,
 )
+from dcpstore.store.base import IfMatch
 
 if TYPE_CHECKING:
-    from dcpstore.store.base import IfMatch, ObjectInfo
+    from dcpstore.store.base import ObjectInfo, PutMode
     from dcpstore.store.error_map import Asked
 
-__all__ = ["check_length", "compare_etag", "deletes_failed"]
+__all__ = ["check_length", "compare_etag", "deletes_failed", "with_either_mark"]
+
+_T = TypeVar("_T")
 
 
 def check_length(
@@ -83,6 +86,21 @@ def compare_etag(asked: Asked, mode: IfMatch, head: Callable[[], ObjectInfo]) ->
         raise ConflictError(f"{asked}: the object is gone") from error
     if found != mode.etag:
         raise ConflictError(f"{asked}: its ETag is {found}, not {mode.etag}: somebody replaced it")
+
+
+def with_either_mark(mode: PutMode, send: Callable[[PutMode], _T]) -> _T:
+    """Put; where a quoted ETag is refused, try the bare one before calling it a conflict.
+
+    Ceph 16 compares the header as sent with an ETag that it keeps without quotes, so
+    the form that its own answers give never matches. A refusal has changed nothing,
+    and a mark that is truly stale is refused twice.
+    """
+    try:
+        return send(mode)
+    except ConflictError:
+        if not isinstance(mode, IfMatch) or not mode.etag.startswith('"'):
+            raise
+        return send(IfMatch(mode.etag.strip('"')))
 
 
 def deletes_failed(cause: CheckpointError, num_left: int, num_keys: int) -> StoreError:

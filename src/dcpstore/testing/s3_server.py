@@ -104,7 +104,7 @@ class Recorder:
         self, environ: dict[str, Any], fault: Fault | None
     ) -> tuple[str, list[tuple[str, str]], bytes]:
         if fault is not None and fault.kind == "error":
-            return _error(fault)
+            return _error(fault, environ)
         answered: list[Any] = []
 
         def remember(status: str, headers: list[tuple[str, str]], _info: Any = None) -> None:
@@ -113,12 +113,12 @@ class Recorder:
         try:
             body = b"".join(self._app(environ, remember))
         except Exception:  # noqa: BLE001 - moto fails so on a part of an upload just aborted
-            return _error(Fault(status=500, code="InternalError"))
+            return _error(Fault(status=500, code="InternalError"), environ)
         status, headers = answered
         if fault is None:
             return status, headers, body
         if fault.kind == "lost_ack":
-            return _error(fault)
+            return _error(fault, environ)
         return status, *_spoil(headers, body, fault)
 
     def _control(
@@ -160,7 +160,7 @@ class _Replay:
         return self.read(end if end and (size < 0 or end < size) else size)
 
 
-def _error(fault: Fault) -> tuple[str, list[tuple[str, str]], bytes]:
+def _error(fault: Fault, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
     body = (
         f"<?xml version='1.0' encoding='utf-8'?><Error><Code>{fault.code}</Code>"
         f"<Message>scripted {fault.code}</Message></Error>"
@@ -168,6 +168,8 @@ def _error(fault: Fault) -> tuple[str, list[tuple[str, str]], bytes]:
     headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
     if fault.retry_after_s is not None:
         headers.append(("Retry-After", f"{fault.retry_after_s:g}"))
+    if environ["REQUEST_METHOD"] == "HEAD":
+        body = b""
     return f"{fault.status} {fault.code}", headers, body
 
 
