@@ -16,6 +16,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -110,6 +112,9 @@ def train(spec: JobSpec, rank: int) -> None:
     """Run one rank of the job (collective over all its ranks)."""
     torch.set_num_threads(1)  # the order of sums must not depend on the number of cores
     torch.use_deterministic_algorithms(mode=True)
+    # Without a name, gloo takes the address of this machine's host name, whatever that is.
+    interfaces = {name for _, name in socket.if_nameindex()}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if "lo0" in interfaces else "lo")
     rendezvous = f"file://{spec.folder / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=spec.num_ranks)
     report = _Trainer(spec, rank).run()
