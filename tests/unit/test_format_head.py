@@ -10,7 +10,6 @@ import zipfile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.utils.serialization import config
 
 from dcpstore.format import dtypes
 from dcpstore.format.copying import copy_box_in
@@ -85,6 +84,7 @@ def test_parameters_and_tensors_of_a_device_are_tensors() -> None:
 @pytest.mark.parametrize("alignment", [1, 64, 4096, 32768])
 @pytest.mark.parametrize("has_crc", [True, False])
 def test_other_settings_of_the_writer_do_not_matter(alignment: int, has_crc: bool) -> None:
+    config = pytest.importorskip("torch.utils.serialization").config
     if not hasattr(config.save, "storage_alignment"):
         pytest.skip("this torch always aligns storages to 64 bytes")
     tensor = torch.arange(100.0)
@@ -219,7 +219,8 @@ def test_a_short_head_asks_for_more_until_it_is_enough() -> None:
 
 def test_a_truncated_record_is_opaque() -> None:
     record = saved(torch.arange(12.0))
-    for size in (0, 3, 29, 100, 500, 700, 720):
+    payload_end = parsed(record).head_bytes + 48
+    for size in (0, 3, 29, 100, 400, payload_end - 1):
         head = parsed(record[:size])
         assert head.tensor is None
         assert head.reason
@@ -293,9 +294,9 @@ def test_members_that_are_too_long_or_too_many_are_not_walked() -> None:
 
 
 def test_a_dtype_that_this_torch_lacks_is_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = saved(filled("float8_e8m0fnu", (4,)))
+    record = saved(filled("float8_e5m2", (4,)))
     dtypes.dtype_from_name.cache_clear()
-    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    monkeypatch.delattr(torch, "float8_e5m2")
     head = parsed(record)
     assert head.tensor is None
     assert "a newer torch does" in head.reason
