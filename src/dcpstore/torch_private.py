@@ -12,11 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 __all__ = [
+    "create_read_items",
     "dcp_format_version",
+    "dedup_save_plans",
     "default_extension_registry",
+    "flatten_sharded_tensors",
+    "flatten_state_dict",
+    "flatten_state_dict_2_3",
+    "is_in_mesh",
     "make_storage_info",
+    "materialise_meta_tensors",
+    "narrow",
+    "set_element",
+    "validate_global_plan",
     "wait_async_collective",
 ]
 
@@ -70,3 +82,105 @@ def default_extension_registry() -> Any:
     from torch.distributed.checkpoint._extension import ExtensionRegistry
 
     return ExtensionRegistry()
+
+
+# --- planners ------------------------------------------------------------------------
+# Flattening decides the keys of a checkpoint, so it must be torch's own; the same holds for
+# which chunks a tensor has. All of these have been where they are since torch 2.4.
+
+
+def flatten_state_dict(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Flatten nested dicts and lists to dotted keys; return values and paths by key."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten
+
+    return flatten(state_dict)
+
+
+def flatten_state_dict_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Flatten as torch up to 2.3 did: lists without tensors stay whole."""
+    from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
+
+    flat: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+
+    def keep(path: Any, value: Any) -> None:
+        fqn = ".".join(map(str, path))
+        flat[fqn], paths[fqn] = value, path
+
+    traverse_state_dict_v_2_3(state_dict, keep)
+    return flat, paths
+
+
+def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Flatten the nested ShardedTensors of FSDP1 over tensor parallelism."""
+    from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+
+    return _flatten_sharded_tensors(state_dict)
+
+
+def set_element(state_dict: dict[str, Any], path: Any, value: Any) -> None:
+    """Put a value at a path of a nested state dict."""
+    from torch.distributed.checkpoint._traverse import set_element as put
+
+    put(state_dict, path, value)
+
+
+def materialise_meta_tensors(state_dict: dict[str, Any]) -> None:
+    """Give meta tensors of a nested state dict memory on the default device, in place.
+
+    The device is that of the default process group; without one, the accelerator if there
+    is one, else the CPU (where torch's own helper raises).
+    """
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.planner_helpers import _init_state_dict, _iterate_state_dict
+
+    if dist.is_available() and dist.is_initialized():
+        _init_state_dict(state_dict)
+        return
+    import torch
+
+    has_accelerator = torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if has_accelerator else torch.device("cpu")
+
+    def give(value: Any) -> Any:
+        return torch.empty_like(value, device=device) if value.is_meta else value
+
+    _iterate_state_dict(state_dict, give, give, give)
+
+
+def create_read_items(fqn: str, entry: Any, value: Any) -> list[ReadItem]:
+    """Return the read items for what this rank holds of a value."""
+    from torch.distributed.checkpoint.planner_helpers import _create_read_items
+
+    return _create_read_items(fqn, entry, value)
+
+
+def is_in_mesh(value: object) -> bool:
+    """Tell whether this rank holds a part of a value: False for a DTensor on other ranks."""
+    from torch.distributed.tensor import DTensor
+
+    return not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None
+
+
+def narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Narrow a tensor to a box."""
+    from torch.distributed._shard._utils import narrow_tensor_by_index
+
+    return narrow_tensor_by_index(tensor, offsets, lengths)
+
+
+def dedup_save_plans(plans: list[SavePlan]) -> list[SavePlan]:
+    """Keep each replicated item in one plan, the smallest so far."""
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans as dedup
+
+    return dedup(plans)
+
+
+def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]:
+    """Return what is wrong with a global plan: overlaps, bounds, coverage."""
+    from torch.distributed.checkpoint.default_planner import _validate_global_plan
+
+    found: Any = _validate_global_plan(plans, metadata)
+    if isinstance(found, bool):  # torch before 2.10 logs the reasons and returns a verdict
+        return [] if found else ["torch's log has the reasons"]
+    return list(found)

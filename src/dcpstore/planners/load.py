@@ -1,0 +1,235 @@
+"""`LoadPlanner`: what each rank reads, and what fits nowhere."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
+
+from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.planners.lookup import find_object
+from dcpstore.planners.rules import KeyRules, Rename, Strictness, is_strict
+from dcpstore.torch_private import (
+    create_read_items,
+    flatten_sharded_tensors,
+    flatten_state_dict,
+    flatten_state_dict_2_3,
+    is_in_mesh,
+    materialise_meta_tensors,
+    narrow,
+    set_element,
+)
+
+__all__ = ["KeyReport", "LoadPlanner"]
+
+
+@dataclass(slots=True)
+class KeyReport:
+    """What became of each key, in the checkpoint's names.
+
+    Attributes:
+        loaded: Keys read.
+        missing: Keys of the state dict that the checkpoint lacks, left as they were.
+        unexpected: Keys of the checkpoint that the state dict lacks, not read.
+        cast: Keys whose dtype changed on the way: saved and target dtype.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+
+
+class LoadPlanner(DcpLoadPlanner):
+    """Plan a load: match keys, rename, check shapes, read only what is held here.
+
+    Extend it as DCP's docstrings show: override `set_up_planner`, `create_local_plan`,
+    `load_bytes`, `resolve_tensor`, `commit_tensor`, `lookup_tensor` or `transform_tensor`.
+    Works with ``dcp.load`` and ``dcpstore.load``. After `create_local_plan`, `report` says
+    what became of each key.
+
+    Args:
+        strict: Whether a key of the state dict that the checkpoint lacks is an error: for
+            all keys, or per prefix.
+        include: Patterns of flattened keys to load; all if empty. Others stay as they are.
+        exclude: Patterns of keys not to load.
+        rename: From the state dict's key to the checkpoint's.
+        allow_pickle: Open values with plain pickle, which runs code that lies in the bucket.
+    """
+
+    def __init__(
+        self,
+        *,
+        strict: Strictness = True,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        rename: Rename | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        self._strict = strict
+        self._rules = KeyRules(include, exclude, rename)
+        self._allow_pickle = allow_pickle
+        self.original_state_dict: dict[str, Any] = {}
+        self.state_dict: dict[str, Any] = {}
+        self.mappings: dict[str, Any] = {}
+        self.metadata: Metadata | None = None
+        self.is_coordinator = False
+        self.report = KeyReport()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict, flattened; meta tensors get memory. All ranks."""
+        materialise_meta_tensors(state_dict)
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        self.report = KeyReport()
+        self.state_dict, self.mappings = flatten_state_dict(flatten_sharded_tensors(state_dict))
+        if metadata is not None:
+            self._use_old_keys_if_saved_so(metadata)
+
+    def _use_old_keys_if_saved_so(self, metadata: Metadata) -> None:
+        """Take torch 2.3's flattening, which kept lists whole, if the checkpoint has its keys."""
+        saved = metadata.state_dict_metadata.keys()
+        if self.state_dict.keys() <= saved:
+            return
+        old, mappings = flatten_state_dict_2_3(self.original_state_dict)
+        if (old.keys() - self.state_dict.keys()) & saved:
+            self.state_dict, self.mappings = old, mappings
+
+    def create_local_plan(self) -> LoadPlan:
+        """Match keys and shapes and plan the boxes that this rank holds. All ranks.
+
+        Raises:
+            IncompatibleError: Naming every key that is missing although it must not be, or
+                whose shape or kind differs. Nothing was read.
+        """
+        metadata = self.metadata
+        assert metadata is not None, "set_up_planner was given no metadata"
+        names = self._rules.stored_names(list(self.state_dict))
+        saved = metadata.state_dict_metadata
+        items: list[ReadItem] = []
+        problems: list[str] = []
+        for fqn, name in names.items():
+            entry, value = saved.get(name), self.state_dict[fqn]
+            if entry is None:
+                self.report.missing.append(name)
+                if is_strict(self._strict, fqn):
+                    problems.append(f"{name!r} is not in the checkpoint")
+                continue
+            problem = _mismatch(name, entry, value)
+            if problem:
+                problems.append(problem)
+                continue
+            self._note_loaded(name, entry, value)
+            if is_in_mesh(value):
+                items += _stored_as(create_read_items(fqn, entry, value), fqn, name)
+        self.report.unexpected = sorted(saved.keys() - set(names.values()))
+        if problems:
+            raise IncompatibleError(self._explain(problems))
+        return LoadPlan(items)
+
+    def _note_loaded(self, name: str, entry: Any, value: Any) -> None:
+        self.report.loaded.append(name)
+        if isinstance(entry, TensorStorageMetadata) and value.dtype != entry.properties.dtype:
+            self.report.cast[name] = (entry.properties.dtype, value.dtype)
+
+    def _explain(self, problems: Sequence[str]) -> str:
+        shown = "\n".join(f"  {problem}" for problem in problems[:10])
+        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
+        unexpected = self.report.unexpected
+        also = (
+            f"\nthe checkpoint has {len(unexpected)} key(s) that the state dict lacks, such as"
+            f" {', '.join(map(repr, unexpected[:5]))}"
+            if unexpected
+            else ""
+        )
+        return (
+            f"the checkpoint does not fit the state dict; nothing was loaded:\n{shown}{more}{also}"
+            "\nPass strict=False (or per prefix) to leave missing keys as they are, or rename="
+        )
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans; who shares bytes with whom is the loader's business."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return this rank's part of the global plan. All ranks."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value into the state dict.
+
+        Raises:
+            CorruptError: If it names code to run and ``allow_pickle`` is False.
+        """
+        fqn = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=not self._allow_pickle)
+        except pickle.UnpicklingError as error:
+            raise CorruptError(
+                f"the value {read_item.storage_index.fqn!r} names more than plain data; it was not"
+                " run. If you trust the checkpoint, pass LoadPlanner(allow_pickle=True), or name"
+                " its classes with torch.serialization.add_safe_globals. Torch says: "
+                + str(error).partition("\n")[0],
+                fqn=read_item.storage_index.fqn,
+            ) from error
+        self.state_dict[fqn] = loaded
+        set_element(self.original_state_dict, self.mappings[fqn], loaded)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return where the item's elements go."""
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Do nothing: `resolve_tensor` gave memory of the state dict."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the local shard behind an index."""
+        tensor: torch.Tensor = find_object(self.state_dict, index)
+        return tensor
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """Narrow a shard to the box that the item fills."""
+        return narrow(tensor, read_item.dest_offsets, read_item.lengths)
+
+
+def _stored_as(items: Sequence[ReadItem], fqn: str, name: str) -> list[ReadItem]:
+    if fqn == name:
+        return list(items)
+    return [
+        replace(
+            item,
+            storage_index=MetadataIndex(name, item.storage_index.offset, item.storage_index.index),
+        )
+        for item in items
+    ]
+
+
+def _mismatch(name: str, entry: Any, value: Any) -> str | None:
+    is_tensor = isinstance(entry, TensorStorageMetadata)
+    wants_tensor = isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+    if is_tensor != wants_tensor:
+        saved = "a tensor" if is_tensor else "a value"
+        return f"{name!r} is saved as {saved}, and the state dict has a {type(value).__name__}"
+    if is_tensor and tuple(entry.size) != tuple(value.size()):
+        return (
+            f"{name!r} is saved with shape {tuple(entry.size)}, and the state dict has"
+            f" {tuple(value.size())}"
+        )
+    return None

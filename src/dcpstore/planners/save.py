@@ -1,0 +1,162 @@
+"""`SavePlanner`: what each rank writes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_save_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
+
+from dcpstore.errors import ConfigError, IncompatibleError
+from dcpstore.planners.lookup import find_object
+from dcpstore.planners.rules import KeyRules, Rename
+from dcpstore.torch_private import (
+    dedup_save_plans,
+    flatten_sharded_tensors,
+    flatten_state_dict,
+    validate_global_plan,
+)
+
+__all__ = ["SavePlanner"]
+
+
+class SavePlanner(DcpSavePlanner):
+    """Plan a save: flatten, select, rename, cut huge tensors, write replicas once.
+
+    The keys of the checkpoint are those of DCP's ``DefaultSavePlanner``, so either's
+    checkpoints load with the other's load planner. Extend it as DCP's docstrings show:
+    override `set_up_planner`, `create_local_plan`, `create_global_plan`, `resolve_data`,
+    `lookup_object` or `transform_object`. Works with ``dcp.save`` and ``dcpstore.save``.
+
+    Args:
+        include: Patterns of flattened keys to save (``"model.*"``); all if empty.
+        exclude: Patterns of keys to leave out.
+        rename: From the state dict's key to the checkpoint's: a map of keys and of
+            prefixes that end with ``.``, or a function.
+        max_item_bytes: Cut a larger chunk into several items along its outermost
+            dimension, so that its parts upload and load at the same time. None never cuts.
+    """
+
+    def __init__(
+        self,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        rename: Rename | None = None,
+        max_item_bytes: int | None = 4 << 30,
+    ) -> None:
+        if max_item_bytes is not None and max_item_bytes < 1:
+            raise ConfigError(f"max_item_bytes={max_item_bytes} must be at least 1, or None")
+        self._rules = KeyRules(include, exclude, rename)
+        self._max_item_bytes = max_item_bytes
+        self.state_dict: dict[str, Any] = {}
+        self.mappings: dict[str, Any] = {}
+        self.is_coordinator = False
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict, flattened, selected and renamed. All ranks."""
+        del storage_meta
+        flat, paths = flatten_state_dict(state_dict)
+        names = self._rules.stored_names(list(flat))
+        chosen = {name: flat[fqn] for fqn, name in names.items()}
+        self.mappings = {
+            name: paths[fqn] if name == fqn else tuple(name.split("."))
+            for fqn, name in names.items()
+        }
+        self.state_dict = flatten_sharded_tensors(chosen)
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan what this rank holds. All ranks."""
+        plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
+        items = [part for item in plan.items for part in self._cut(item)]
+        return SavePlan(items, planner_data=self.mappings)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Give each replicated item to one rank, balanced by bytes. Coordinator only.
+
+        Raises:
+            IncompatibleError: If chunks of a tensor overlap, leave its bounds, or do not
+                cover it.
+        """
+        plans = dedup_save_plans(all_plans)
+        plans, metadata = create_default_global_save_plan(plans)
+        merged: dict[str, Any] = {}
+        for plan in plans:
+            merged.update(plan.planner_data or {})
+        metadata.planner_data = merged
+        problems = validate_global_plan(plans, metadata)
+        if problems:
+            shown = "\n".join(f"  {problem}" for problem in problems[:10])
+            raise IncompatibleError(f"the ranks' tensors do not fit together:\n{shown}")
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return this rank's part of the global plan. All ranks."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return a tensor chunk, or a value's bytes. Called by the writer, one at a time."""
+        sizes = None if write_item.tensor_data is None else write_item.tensor_data.chunk.sizes
+        return self.transform_object(write_item, self.lookup_object(write_item.index, sizes))
+
+    def lookup_object(self, index: MetadataIndex, sizes: Sequence[int] | None = None) -> Any:
+        """Return what the state dict holds for an index."""
+        return find_object(self.state_dict, index, sizes)
+
+    def transform_object(self, write_item: WriteItem, value: Any) -> torch.Tensor | io.BytesIO:
+        """Turn what was looked up into what is stored: values become ``torch.save`` bytes."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            tensor: torch.Tensor = value
+            return tensor
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        return stream
+
+    def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
+        data = item.tensor_data
+        if data is None or self._max_item_bytes is None:
+            yield item
+            return
+        sizes = tuple(data.chunk.sizes)
+        num_bytes = prod(sizes) * data.properties.dtype.itemsize
+        axis = next((a for a, size in enumerate(sizes) if size > 1), None)
+        if num_bytes <= self._max_item_bytes or axis is None:
+            yield item
+            return
+        row_bytes = num_bytes // sizes[axis]
+        step = max(1, self._max_item_bytes // row_bytes)
+        for first in range(0, sizes[axis], step):
+            part = list(sizes)
+            part[axis] = min(step, sizes[axis] - first)
+            offsets = list(data.chunk.offsets)
+            offsets[axis] += first
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(part))
+            yield from self._cut(
+                replace(
+                    item,
+                    index=MetadataIndex(item.index.fqn, offsets),
+                    type=WriteItemType.SHARD,
+                    tensor_data=replace(data, chunk=chunk),
+                )
+            )
