@@ -33,7 +33,7 @@ from dcpstore.config import ReadConfig
 from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError, StoreError
 from dcpstore.format.dtypes import dtype_from_name
 from dcpstore.format.safetensors import LENGTH_BYTES, TensorInFile, header_length, parse_header
-from dcpstore.keys import check_relative, metadata_key
+from dcpstore.keys import check_relative, metadata_key, save_id_of
 from dcpstore.manifest import Manifest, StoredItem, decode
 from dcpstore.metadata import metadata_from_manifest, stock_items
 from dcpstore.store.base import Store
@@ -124,7 +124,14 @@ def _open_stock(data: memoryview, key: str, config: ReadConfig) -> Metadata:
     metadata = load_metadata_pickle(data, key=key, allow_pickle=config.allow_pickle)
     if not isinstance(metadata, Metadata):
         raise CorruptError(f"{key} holds a {type(metadata).__name__}, not DCP metadata", key=key)
-    metadata.storage_data = stock_items(metadata)
+    metadata.storage_data = items = stock_items(metadata)
+    if config.verify and any(save_id_of(item.key) for item in items.values()):
+        raise CorruptError(
+            f"{key} was written by dcpstore and has lost the footer that leads to its checksums:"
+            " it was cut short, or another tool rewrote it. Save again, or load it unverified with"
+            " ReadConfig(verify=False)",
+            key=key,
+        )
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     return metadata
