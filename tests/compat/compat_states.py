@@ -130,5 +130,5 @@ def assert_same(got: Any, expected: Any, path: str = "state") -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
+    dense = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return dense.view(-1).view(torch.uint8)

@@ -1,0 +1,97 @@
+"""Make a golden checkpoint; run once per version, the result is never changed.
+
+``python tests/compat/golden/make_golden.py stock|stock-zstd|ours`` writes the folder
+``torch-<version>``, ``torch-<version>-zstd`` or ``dcpstore-<format version>`` beside this
+script, saved by two ranks, and ``expected.pt`` in it: the plain values. It refuses to
+touch a folder that exists.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+HERE = Path(__file__).parent
+NUM_RANKS = 2
+
+
+def plain_values() -> dict[str, Any]:
+    grid = torch.arange(35, dtype=torch.float32).reshape(5, 7) / 8
+    return {
+        "model": {
+            "rows": grid,
+            "columns": grid.neg(),
+            "copies": grid[:2] * 3,
+            "bf16": grid.bfloat16(),
+        },
+        "plain": {
+            "transposed": grid.t(),
+            "scalar": torch.tensor(2.5, dtype=torch.float64),
+            "empty": torch.empty((0, 3), dtype=torch.int32),
+            "flags": torch.tensor([True, False, True]),
+            "complex": torch.tensor([1 + 2j, -3j]),
+            "float8": grid[0].to(torch.float8_e4m3fn),
+            "uint16": torch.arange(6).to(torch.uint16),
+        },
+        "groups": [{"lr": 0.5, "betas": (0.9, 0.99), "names": ["a", "b"]}],
+        "step": 7,
+        "nothing": None,
+    }
+
+
+def save_rank(rank: int, kind: str, folder: str, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    state = plain_values()
+    for name, placement in [
+        ("rows", Shard(0)),
+        ("columns", Shard(1)),
+        ("copies", Replicate()),
+        ("bf16", Shard(0)),
+    ]:
+        state["model"][name] = distribute_tensor(state["model"][name], mesh, [placement])
+    if kind == "ours":
+        from dcpstore import ObjectStoreWriter
+
+        writer: Any = ObjectStoreWriter(Path(folder))
+    else:
+        extensions = [ZStandard()] if kind == "stock-zstd" else None
+        writer = dcp.FileSystemWriter(folder, _extensions=extensions)
+    dcp.save(state, storage_writer=writer)
+    dist.destroy_process_group()
+
+
+def folder_of(kind: str) -> Path:
+    if kind == "ours":
+        from dcpstore.manifest import FORMAT_VERSION
+
+        return HERE / f"dcpstore-{FORMAT_VERSION}"
+    version = str(torch.__version__).partition("+")[0]
+    return HERE / f"torch-{version}{kind.removeprefix('stock')}"
+
+
+def main(kind: str) -> None:
+    folder = folder_of(kind)
+    folder.mkdir()  # never over an older one
+    # The metadata records where it was saved: the same place on every machine.
+    saved = Path("/tmp/dcpstore-golden") / folder.name
+    with tempfile.TemporaryDirectory() as place:
+        mp.spawn(save_rank, (kind, str(saved), f"{place}/store"), nprocs=NUM_RANKS)
+    for path in saved.iterdir():
+        path.rename(folder / path.name)
+    torch.save(plain_values(), folder / "expected.pt")
+    print(folder.name, sum(path.stat().st_size for path in folder.iterdir()), "bytes")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

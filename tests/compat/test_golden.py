@@ -1,0 +1,65 @@
+"""Checkpoints kept from earlier versions still load. Folders here are added, never changed."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from compat_states import QUIET, assert_same, blank
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from dcpstore import ObjectStoreReader
+
+pytestmark = QUIET
+
+GOLDEN = Path(__file__).with_name("golden")
+DIGESTS = {
+    line.split()[1]: line.split()[0] for line in (GOLDEN / "SHA256SUMS").read_text().splitlines()
+}
+FOLDERS = sorted(path.name for path in GOLDEN.iterdir() if (path / ".metadata").exists())
+
+
+def expected_of(folder: str):
+    return torch.load(GOLDEN / folder / "expected.pt", weights_only=True)
+
+
+def test_there_are_golden_checkpoints_of_torch_and_of_ours() -> None:
+    assert {name.partition("-")[0] for name in FOLDERS} == {"torch", "dcpstore"}
+
+
+def test_no_golden_file_was_changed_or_lost() -> None:
+    found = {
+        f"{folder}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for folder in FOLDERS
+        for path in (GOLDEN / folder).iterdir()
+    }
+    assert found == DIGESTS
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_ours_loads_it(folder: str) -> None:
+    expected = expected_of(folder)
+    target = blank(expected)
+    dcp.load(target, storage_reader=ObjectStoreReader(GOLDEN / folder), no_dist=True)
+    assert_same(target, expected)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_ours_rebuilds_it_from_nothing(folder: str) -> None:
+    state: dict[str, object] = {}
+    reader = ObjectStoreReader(GOLDEN / folder)
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    assert_same(state, expected_of(folder))
+
+
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if name.startswith("dcpstore")])
+def test_stock_torch_loads_ours(folder: str) -> None:
+    expected = expected_of(folder)
+    target = blank(expected)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(GOLDEN / folder), no_dist=True)
+    assert_same(target, expected)
