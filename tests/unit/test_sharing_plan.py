@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpstore.planning.sharing import SharePlan, plan_sharing
+
+MIB = 1 << 20
+
+
+def rows(*units: tuple[int, int, int]) -> np.ndarray:
+    return np.array(units, dtype=np.int64).reshape(-1, 3)
+
+
+def plan(
+    units: list[np.ndarray], request_bytes: int = 8 * MIB, gap: int = 0, wave_bytes: int = 128 * MIB
+) -> SharePlan:
+    return plan_sharing(
+        units, request_bytes=request_bytes, join_gap_bytes=gap, wave_bytes=wave_bytes
+    )
+
+
+def test_replicas_fetch_each_byte_once_in_equal_shares() -> None:
+    whole = rows(*((0, n * MIB, (n + 1) * MIB) for n in range(64)))
+    done = plan([whole] * 8)
+    assert done.unique_bytes == 64 * MIB
+    assert done.wanted_bytes == 8 * 64 * MIB
+    assert done.fetched_bytes(8) == [8 * MIB] * 8
+    assert all(bundle.ranks == tuple(range(8)) for bundle in done.bundles)
+
+
+def test_what_one_rank_wants_is_not_shared() -> None:
+    done = plan([rows((0, 0, 10)), rows((0, 10, 20)), rows((1, 0, 10))])
+    assert done.bundles == ()
+    assert done.num_waves == 0
+
+
+def test_neighbours_that_the_same_ranks_want_travel_together() -> None:
+    both = rows((0, 0, 10), (0, 10, 20), (0, 25, 30), (1, 0, 5))
+    done = plan([both, both, rows((0, 10, 20))], gap=5)
+    spans = {(b.object, *b.range, b.ranks) for b in done.bundles}
+    assert spans == {
+        (0, 0, 10, (0, 1)),
+        (0, 10, 20, (0, 1, 2)),
+        (0, 25, 30, (0, 1)),
+        (1, 0, 5, (0, 1)),
+    }
+    done = plan([both, both], gap=5)
+    assert {(b.object, *b.range) for b in done.bundles} == {(0, 0, 30), (1, 0, 5)}
+
+
+def test_replica_groups_do_not_wait_for_each_others_waves() -> None:
+    groups = [rows(*((g, n * 10, n * 10 + 10) for n in range(20))) for g in range(4)]
+    units = [groups[rank % 4] for rank in range(8)]
+    done = plan(units, request_bytes=10, wave_bytes=100)
+    assert done.num_waves == 2
+    for rank in range(8):
+        for wave in range(2):
+            own = [b for b in done.of_rank(rank).bundles if b.wave == wave]
+            assert sum(b.range.num_bytes for b in own) <= 100
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(1, 5)), max_size=15),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(5, 40),
+    st.integers(0, 4),
+    st.integers(40, 100),
+)
+def test_every_shared_unit_reaches_every_rank_that_wants_it(
+    wanted: list[list[tuple[int, int, int]]], request_bytes: int, gap: int, wave_bytes: int
+) -> None:
+    units = [rows(*((o, s * 5, s * 5 + n) for o, s, n in one)) for one in wanted]
+    done = plan(units, request_bytes, gap, wave_bytes)
+    wants: dict[tuple[int, int, int], set[int]] = {}
+    for rank, one in enumerate(units):
+        for unit in map(tuple, one.tolist()):
+            wants.setdefault(unit, set()).add(rank)
+    for (obj, start, end), ranks in wants.items():
+        holding = [
+            b
+            for b in done.bundles
+            if b.object == obj
+            and b.range.start <= start
+            and end <= b.range.end
+            and set(b.ranks) == ranks
+        ]
+        assert len(holding) == (1 if len(ranks) > 1 else 0)
+    assert all(b.fetcher in b.ranks for b in done.bundles)
+    assert all(b.range.num_bytes <= request_bytes for b in done.bundles)
+    assert [b.number for b in done.bundles] == list(range(len(done.bundles)))
+    assert all(b.wave < done.num_waves for b in done.bundles)
