@@ -7,10 +7,12 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
 from dcpstore.errors import ConfigError
 from dcpstore.store.location import Location, redact
+from dcpstore.store.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from dcpstore.store.options import ObstoreSettings
@@ -32,28 +34,31 @@ class ObstoreClients:
     Args:
         location: The root.
         settings: Translated options.
+        part_policy: For the requests that only obstore itself can repeat.
     """
 
-    def __init__(self, location: Location, settings: ObstoreSettings) -> None:
+    def __init__(
+        self, location: Location, settings: ObstoreSettings, part_policy: RetryPolicy
+    ) -> None:
         self._location = location
         self._settings = settings
-        self._pid = os.getpid()
+        self._part_policy = part_policy
         self._lock = threading.Lock()
-        self._open: dict[int, Any] = {}
+        self._open: dict[bool, Any] = {}
         self._memory: MemoryStore | None = None
 
-    def get(self, max_retries: int = 0) -> Any:
-        """Return the store whose requests obstore itself repeats ``max_retries`` times.
+    def get(self, *, is_retrying: bool = False) -> Any:
+        """Return the store that sends each request once, or the one that repeats them.
 
         Raises:
             ConfigError: In a forked child, before anything touches the Rust runtime.
         """
         self._refuse_after_fork()
         with self._lock:
-            if max_retries not in self._open:
-                self._open[max_retries] = self._make(max_retries)
-                _runtime_pids.add(self._pid)
-            return self._open[max_retries]
+            if is_retrying not in self._open:
+                _runtime_pids.add(os.getpid())
+                self._open[is_retrying] = self._make(is_retrying)
+            return self._open[is_retrying]
 
     def close(self) -> None:
         """Drop the clients; a later `get` opens new ones. Memory is kept."""
@@ -61,8 +66,7 @@ class ObstoreClients:
             self._open.clear()
 
     def _refuse_after_fork(self) -> None:
-        pid = os.getpid()
-        if pid == self._pid and not (_runtime_pids - {pid}):
+        if not _runtime_pids - {os.getpid()}:
             return
         raise ConfigError(
             f"the obstore engine cannot be used in a forked process ({self._location.url}): "
@@ -70,7 +74,7 @@ class ObstoreClients:
             "'spawn' or 'forkserver', or open the store with engine='fsspec'"
         )
 
-    def _make(self, max_retries: int) -> Any:
+    def _make(self, is_retrying: bool) -> Any:
         scheme, settings = self._location.scheme, self._settings
         if scheme == "file":
             return LocalStore()
@@ -86,23 +90,23 @@ class ObstoreClients:
                 self._location.bucket,
                 config=settings.config,
                 client_options={**_TIMEOUTS, **settings.client_options},
-                retry_config=_retry_config(max_retries),
+                retry_config=_retry_config(self._part_policy if is_retrying else RetryPolicy(1)),
                 **more,
             )
-        except Exception as error:  # noqa: BLE001 - raised again as ours
+        except (BaseError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"cannot open {self._location.url}: {redact(str(error)).splitlines()[0]}"
             ) from None  # the original text may carry configuration values
 
 
-def _retry_config(max_retries: int) -> dict[str, Any]:
+def _retry_config(policy: RetryPolicy) -> dict[str, Any]:
     backoff = {
-        "init_backoff": timedelta(milliseconds=200),
-        "max_backoff": timedelta(seconds=20),
+        "init_backoff": timedelta(seconds=policy.base_delay_s),
+        "max_backoff": timedelta(seconds=max(policy.base_delay_s, policy.max_delay_s)),
         "base": 2,
     }
     return {
-        "max_retries": max_retries,
-        "retry_timeout": timedelta(minutes=4),
+        "max_retries": policy.max_attempts - 1,
+        "retry_timeout": timedelta(seconds=policy.total_deadline_s),
         "backoff": backoff,
     }

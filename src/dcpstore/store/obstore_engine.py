@@ -21,6 +21,7 @@ from dcpstore.store.error_map import Asked, from_obstore
 from dcpstore.store.obstore_clients import ObstoreClients
 from dcpstore.store.options import translate
 from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
+from dcpstore.store.retry import RetryPolicy
 from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, with_either_mark
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class ObstoreStore:
     Args:
         location: The root.
         storage_options: fsspec-style options, see `dcpstore.store.options`.
-        part_retries: How often the engine sends a part of `put_parts` again.
+        part_policy: How long the engine keeps trying to send a part of `put_parts`.
 
     Raises:
         NotHonoured: If an option has no meaning for obstore.
@@ -54,12 +55,13 @@ class ObstoreStore:
         location: Location,
         storage_options: Mapping[str, Any] | None = None,
         *,
-        part_retries: int = 5,
+        part_policy: RetryPolicy | None = None,
     ) -> None:
         self._location = location
         self._options = dict(storage_options or {})
-        self._part_retries = part_retries
-        self._clients = ObstoreClients(location, translate(location, self._options))
+        self._part_policy = part_policy or RetryPolicy()
+        settings = translate(location, self._options)
+        self._clients = ObstoreClients(location, settings, self._part_policy)
         root = location.prefix.replace(os.sep, "/").strip("/")
         self._root = f"{root}/" if root else ""
 
@@ -139,7 +141,7 @@ class ObstoreStore:
             result = _ask(
                 Asked("put_parts", key, self.url),
                 lambda: obstore.put(
-                    self._clients.get(self._part_retries),
+                    self._clients.get(is_retrying=True),
                     path,
                     source,
                     use_multipart=True,
@@ -215,7 +217,7 @@ class ObstoreStore:
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._location, self._options, self._part_retries)
+        return _rebuild, (self._location, self._options, self._part_policy)
 
 
 class _Source:
@@ -265,5 +267,5 @@ def _ask(asked: Asked, call: Callable[[], _T]) -> _T:
         raise from_obstore(asked, error) from error
 
 
-def _rebuild(location: Location, options: dict[str, Any], part_retries: int) -> ObstoreStore:
-    return ObstoreStore(location, options, part_retries=part_retries)
+def _rebuild(location: Location, options: dict[str, Any], part_policy: RetryPolicy) -> ObstoreStore:
+    return ObstoreStore(location, options, part_policy=part_policy)

@@ -90,7 +90,7 @@ def _open_obstore(location: Location, options: dict[str, Any], policy: RetryPoli
 
     if location.scheme not in _ALL_OBSTORE:
         raise ConfigError(f"obstore does not serve {location.scheme}://: use engine='fsspec'")
-    return ObstoreStore(location, options, part_retries=policy.max_attempts - 1)
+    return ObstoreStore(location, options, part_policy=policy)
 
 
 def _open_fsspec(location: Location, options: dict[str, Any], policy: RetryPolicy) -> Store:

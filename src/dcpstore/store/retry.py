@@ -41,11 +41,11 @@ class RetryPolicy:
         base_delay_s: Upper end of the first random delay; it doubles from there.
         max_delay_s: No random delay is longer. A ``Retry-After`` may be.
         total_deadline_s: No retry starts later than this after the call. The defaults
-            ride out a 30 s storm of 503s: 10 attempts with full jitter wait 60 s on
-            average.
+            ride out a 30 s storm of 503s: 16 attempts with full jitter wait 90 s on
+            average, and less than 30 s in one call of a thousand.
     """
 
-    max_attempts: int = 10
+    max_attempts: int = 16
     base_delay_s: float = 0.2
     max_delay_s: float = 20.0
     total_deadline_s: float = 180.0
