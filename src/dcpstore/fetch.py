@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from dcpstore.format.checksum import find_bad_block
 from dcpstore.format.head import HEAD_BYTES, NeedMoreBytes, parse_record_head
 from dcpstore.format.tensors import decode_opaque
 from dcpstore.manifest import StoredItem
-from dcpstore.planning.reads import Piece, ReadPlan, Request, plan_reads
+from dcpstore.planning.reads import Piece, Request, join_pieces, plan_pieces
 from dcpstore.slots import (
     Slot,
     as_raw,
@@ -100,38 +100,61 @@ class ReadJob:
         self._items = items
         self._registry = registry
         self._budget = ByteBudget(config.budget_bytes)
+        self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
         self._failed = threading.Event()
         self._error: BaseException | None = None
+        self._slots: list[Slot] = []
+        self._pieces: dict[str, list[Piece]] = {}
         self._done: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         self._num_touched = 0
         self._is_inference = torch.is_inference_mode_enabled()
         self.stats = ReadStats()
 
+    def __enter__(self) -> ReadJob:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._failed.set()
+        self._executor.shutdown(wait=True)
+        self.stats.peak_bytes = self._budget.peak_bytes
+        if self._num_touched and isinstance(error, CheckpointError):
+            note = "targets already hold loaded values: load again, or do not use them"
+            error.args = (f"{error.message}. Some of the {self.stats.num_targets} {note}",)
+
     def run(self, read_items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Load all items. Returns when every target holds its values."""
+        self.prepare(read_items, planner)
+        self.fetch_rest(planner)
+
+    def prepare(self, read_items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Resolve and check the targets, load what needs no request, plan the rest.
+
+        Raises:
+            IncompatibleError: If a target does not fit; nothing was changed.
+        """
         targets = resolve_targets(
             read_items, planner, self._items, self._metadata, self._config.casts
         )
         self.stats.num_targets = len(targets)
-        with ThreadPoolExecutor(self._config.max_requests, "dcpstore-read") as executor:
-            try:
-                self._place_large_records(targets, executor)
-                remote = self._load_inline(targets, planner)
-                slots = make_slots(remote)
-                plan = self._plan(slots)
-                self._execute(plan, slots, executor, planner)
-            except BaseException as error:
-                self._failed.set()
-                if self._num_touched and isinstance(error, CheckpointError):
-                    note = "targets already hold loaded values: load again, or do not use them"
-                    error.args = (f"{error.message}. Some of the {len(targets)} {note}",)
-                raise
-            finally:
-                self.stats.peak_bytes = self._budget.peak_bytes
+        self._place_large_records(targets)
+        self._slots = make_slots(self._load_inline(targets, planner))
+        pieces = plan_pieces(
+            (slot.want(number) for number, slot in enumerate(self._slots)),
+            request_bytes=self._config.request_bytes,
+            join_gap_bytes=self._config.join_gap_bytes,
+            verify=self._config.verify,
+        )
+        self._pieces = pieces.by_key
+        self.stats.needed_bytes += pieces.needed_bytes
+        for number, slot in enumerate(self._slots):
+            slot.missing = pieces.per_slot[number]
+            if slot.missing == 0:  # no elements, hence no request
+                self._finish(slot, planner)
 
     # --- foreign records -----------------------------------------------------------
 
-    def _place_large_records(self, targets: list[Target], executor: ThreadPoolExecutor) -> None:
+    def _place_large_records(self, targets: list[Target]) -> None:
         """Find out where the payload of large foreign records starts, one small GET each."""
         unknown = {
             (t.item.key, t.item.record): t.item
@@ -141,7 +164,7 @@ class ReadJob:
             and t.item.checksums is None
             and t.item.record.num_bytes > _WHOLE_RECORD_BYTES
         }
-        found = list(executor.map(self._place, unknown.values()))
+        found = list(self._executor.map(self._place, unknown.values()))
         placed = {place: item for place, (item, _) in zip(unknown, found, strict=True)}
         for target in targets:
             target.item = placed.get((target.item.key, target.item.record), target.item)
@@ -182,51 +205,36 @@ class ReadJob:
 
     # --- requests --------------------------------------------------------------------
 
-    def _plan(self, slots: Sequence[Slot]) -> ReadPlan:
-        plan = plan_reads(
-            (slot.want(number) for number, slot in enumerate(slots)),
+    def fetch_rest(self, planner: LoadPlanner) -> None:
+        """Fetch and deliver every piece that was not taken out, and commit what is complete."""
+        requests = join_pieces(
+            self._pieces,
             request_bytes=self._config.request_bytes,
             join_gap_bytes=self._config.join_gap_bytes,
-            verify=self._config.verify,
         )
-        logger.debug("%s: %s", self._store.url, plan)
-        for number, count in plan.num_pieces.items():
-            slots[number].missing = count
-        self.stats.num_requests += len(plan.requests)
-        self.stats.needed_bytes += plan.needed_bytes
-        self.stats.fetched_bytes += plan.fetched_bytes
-        return plan
-
-    def _execute(
-        self,
-        plan: ReadPlan,
-        slots: Sequence[Slot],
-        executor: ThreadPoolExecutor,
-        planner: LoadPlanner,
-    ) -> None:
-        for slot in slots:
-            if slot.missing == 0:  # no elements, hence no request
-                self._finish(slot, planner)
+        self._pieces = {}
+        futures = []
         try:
-            for request in plan.requests:
+            for request in requests:
+                self._count(request)
                 self._budget.acquire(request.range.num_bytes, cancelled=self._failed.is_set)
-                executor.submit(self._serve, request, slots)
+                futures.append(self._executor.submit(self._serve, request))
                 self._drain(planner)
         except Cancelled:
             pass
-        executor.shutdown(wait=True)
+        wait(futures)
         if self._error is not None:
             raise self._error
         self._drain(planner)
 
-    def _serve(self, request: Request, slots: Sequence[Slot]) -> None:
+    def _count(self, request: Request) -> None:
+        self.stats.num_requests += 1
+        self.stats.fetched_bytes += request.range.num_bytes
+
+    def _serve(self, request: Request) -> None:
         try:
-            if self._failed.is_set():
-                return
-            with torch.inference_mode(self._is_inference):
-                data = self._get_verified(request, slots)
-                for piece in request.pieces:
-                    self._deliver(piece, request, data, slots[piece.slot])
+            if not self._failed.is_set():
+                self._deliver(request, self._get_verified(request))
         except BaseException as error:  # noqa: BLE001 - kept, and raised again by the caller
             if not self._failed.is_set():
                 self._error = error
@@ -234,25 +242,23 @@ class ReadJob:
         finally:
             self._budget.release(request.range.num_bytes)
 
-    def _get_verified(self, request: Request, slots: Sequence[Slot]) -> memoryview:
+    def _get_verified(self, request: Request) -> memoryview:
         """Fetch a request's bytes and check them; a bad block gets one second chance."""
         data = self._store.get_range(request.key, *request.range)
-        error = self._first_bad(request, data, slots)
+        error = self._first_bad(request, data)
         if error is not None:
             logger.warning("%s; fetching it again in case it was damaged on the way", error)
             data = self._store.get_range(request.key, *request.range)
-            error = self._first_bad(request, data, slots)
+            error = self._first_bad(request, data)
         if error is not None:
             raise error
         return data
 
-    def _first_bad(
-        self, request: Request, data: memoryview, slots: Sequence[Slot]
-    ) -> CorruptError | None:
+    def _first_bad(self, request: Request, data: memoryview) -> CorruptError | None:
         if not self._config.verify:
             return None
         for piece in request.pieces:
-            slot = slots[piece.slot]
+            slot = self._slots[piece.slot]
             item = slot.item
             if item.checksums is None:
                 continue
@@ -273,16 +279,20 @@ class ReadJob:
                 )
         return None
 
-    def _deliver(self, piece: Piece, request: Request, data: memoryview, slot: Slot) -> None:
-        if piece.box is not None:
-            self._num_touched += 1
-            copy_piece(piece, window(data, request, piece.fetch), slot)
-        else:
-            slot.collect(piece, window(data, request, piece.span))
-        if slot.is_complete_after_one_more():
-            if piece.box is None:
-                self._decode(slot)
-            self._done.put(slot)
+    def _deliver(self, request: Request, data: memoryview) -> None:
+        """Copy a request's verified bytes to whoever wants them."""
+        with torch.inference_mode(self._is_inference):
+            for piece in request.pieces:
+                slot = self._slots[piece.slot]
+                if piece.box is not None:
+                    self._num_touched += 1
+                    copy_piece(piece, window(data, request, piece.fetch), slot)
+                else:
+                    slot.collect(piece, window(data, request, piece.span))
+                if slot.is_complete_after_one_more():
+                    if piece.box is None:
+                        self._decode(slot)
+                    self._done.put(slot)
 
     def _decode(self, slot: Slot) -> None:
         """Turn a whole record into values: in a worker, as it may be large."""

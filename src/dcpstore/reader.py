@@ -170,10 +170,9 @@ class ObjectStoreReader(StorageReader):
         job = ReadJob(
             self._folder.open(), self._config, self._metadata, self._items, self._registry
         )
-        try:
+        self.last_read = job.stats
+        with job:
             job.run(plan.items, planner)
-        finally:
-            self.last_read = job.stats
         future: Future[None] = Future()
         future.set_result(None)
         return future

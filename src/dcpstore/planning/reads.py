@@ -10,14 +10,23 @@ blocks), and pieces that lie close together in an object become one request::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcpstore.manifest import StoredItem
 from dcpstore.planning.boxes import Box, bands, is_one_run, num_elements, runs
 from dcpstore.ranges import ByteRange, cut, round_out
 
-__all__ = ["Piece", "ReadPlan", "Request", "Want", "plan_reads"]
+__all__ = [
+    "Piece",
+    "Pieces",
+    "ReadPlan",
+    "Request",
+    "Want",
+    "join_pieces",
+    "plan_pieces",
+    "plan_reads",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,21 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """All pieces of a load, not yet joined.
+
+    Attributes:
+        by_key: Per object.
+        per_slot: Number of pieces per slot; a slot is complete when all of its pieces are.
+        needed_bytes: Bytes of the elements wanted.
+    """
+
+    by_key: dict[str, list[Piece]]
+    per_slot: dict[int, int]
+    needed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadPlan:
     """All requests of a load.
 
@@ -106,21 +130,44 @@ def plan_reads(
         join_gap_bytes: Widest hole worth fetching along.
         verify: Widen to whole checksum blocks, so that everything fetched can be checked.
     """
+    pieces = plan_pieces(
+        wants, request_bytes=request_bytes, join_gap_bytes=join_gap_bytes, verify=verify
+    )
+    requests = join_pieces(
+        pieces.by_key, request_bytes=request_bytes, join_gap_bytes=join_gap_bytes
+    )
+    fetched = sum(request.range.num_bytes for request in requests)
+    return ReadPlan(requests, pieces.per_slot, pieces.needed_bytes, fetched)
+
+
+def plan_pieces(
+    wants: Iterable[Want], *, request_bytes: int, join_gap_bytes: int, verify: bool = True
+) -> Pieces:
+    """Cut ``wants`` into pieces; see `plan_reads`.
+
+    A piece of a whole item depends on the item and the sizes alone, so ranks that want the
+    same items get the same ranges.
+    """
     by_key: dict[str, list[Piece]] = {}
-    num_pieces: dict[int, int] = {}
+    per_slot: dict[int, int] = {}
     needed = 0
     for want in wants:
         pieces = list(_cut_want(want, request_bytes, join_gap_bytes, verify))
-        num_pieces[want.slot] = len(pieces)
+        per_slot[want.slot] = len(pieces)
         by_key.setdefault(want.item.key, []).extend(pieces)
         needed += _needed_bytes(want)
-    requests = tuple(
+    return Pieces(by_key, per_slot, needed)
+
+
+def join_pieces(
+    by_key: Mapping[str, Sequence[Piece]], *, request_bytes: int, join_gap_bytes: int
+) -> tuple[Request, ...]:
+    """Join pieces that lie close together into requests; see `plan_reads`."""
+    return tuple(
         request
         for key in sorted(by_key)
         for request in _join(key, by_key[key], request_bytes, join_gap_bytes)
     )
-    fetched = sum(request.range.num_bytes for request in requests)
-    return ReadPlan(requests, num_pieces, needed, fetched)
 
 
 def _needed_bytes(want: Want) -> int:
