@@ -17,7 +17,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 
@@ -257,7 +256,7 @@ class Uploads:
         if second is None:
             etag = self._store.put(stream.key, first)
         else:
-            rest = chain([first, second], parts)
+            rest = _emptying([first, second], parts)
             del first, second  # or they would hold their slabs until the upload ends
             etag = self._store.put_parts(
                 stream.key,
@@ -296,3 +295,10 @@ class Uploads:
 @dataclass(slots=True)
 class _Count:
     num_bytes: int = 0
+
+
+def _emptying(first: list[Buffer], rest: Iterator[memoryview]) -> Iterator[Buffer]:
+    """Yield all, holding none of them: `itertools.chain` would hold the list to the end."""
+    while first:
+        yield first.pop(0)
+    yield from rest
