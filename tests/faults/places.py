@@ -12,7 +12,6 @@ from dcpstore import ObjectStoreReader, ObjectStoreWriter
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.store import Store, open_store
 from dcpstore.testing import FaultyStore, MotoServer, S3Client, StoreFault
-
 from faults.states import PART_BYTES
 
 BUCKET = "faults"
@@ -62,22 +61,20 @@ class Place:
         return ObjectStoreReader(
             url or self.url,
             storage_options=self.server.storage_options(),
-            config=ReadConfig(
-                **{"engine": self.engine, "max_attempts": self.attempts, **config}
-            ),
+            config=ReadConfig(**{"engine": self.engine, "max_attempts": self.attempts, **config}),
         )
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """What lies in the folder, relative to it."""
         return [key.removeprefix(f"{self.name}/") for key in self.client.keys(f"{self.name}/")]
 
     def data_keys(self) -> list[str]:
         """The data objects in the folder."""
-        return [key for key in self.keys() if key.endswith(".distcp")]
+        return [key for key in self.names() if key.endswith(".distcp")]
 
     def content(self) -> dict[str, str]:
         """A digest of every object in the folder."""
-        return {key: hashlib.sha256(self.get(key)).hexdigest() for key in self.keys()}
+        return {key: hashlib.sha256(self.get(key)).hexdigest() for key in self.names()}
 
     def get(self, key: str) -> bytes:
         """One object."""
@@ -110,9 +107,7 @@ def new_place(server: MotoServer, engine: str = "obstore", **more: Any) -> Place
 class Backend:
     """One private store in memory, decided in one step as S3 does, for any number of users."""
 
-    shared: Store = field(
-        default_factory=lambda: open_store("memory://backend", engine="obstore")
-    )
+    shared: Store = field(default_factory=lambda: open_store("memory://backend", engine="obstore"))
 
     def opener(self, script: Iterable[StoreFault] = ()) -> tuple[Callable[..., Store], FaultyStore]:
         """What to give a writer or reader as ``store_opener``, and the store behind it."""
@@ -141,10 +136,10 @@ class Backend:
             store_opener=lambda *_args, **_options: store,
         )
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """What lies in the folder."""
         return sorted(info.key for info in self.shared.list())
 
     def content(self) -> dict[str, bytes]:
         """Every object in the folder."""
-        return {key: bytes(self.shared.get(key).data) for key in self.keys()}
+        return {key: bytes(self.shared.get(key).data) for key in self.names()}

@@ -31,7 +31,7 @@ def tell(row: str, text: str) -> None:
 
 
 def manifest_of(place: Place) -> Manifest:
-    (key,) = [key for key in place.keys() if key.startswith(".dcpstore-")]
+    (key,) = [key for key in place.names() if key.startswith(".dcpstore-")]
     return decode(place.get(key))
 
 
@@ -123,7 +123,7 @@ def saved_chunk(place: Place) -> tuple[Place, torch.Tensor, StoredItem]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_m10_a_flipped_bit_under_a_random_slice_is_named(saved_chunk, seed: int) -> None:
-    place, tensor, item = saved_chunk
+    place, _, item = saved_chunk
     chance = random.Random(seed)
     at = chance.randrange(item.payload.num_bytes)
     place.client.flip_bit(f"{place.name}/{item.key}", item.payload.start + at, chance.randrange(8))
@@ -181,7 +181,7 @@ def test_m10_a_flipped_bit_in_metadata_or_manifest_is_found_or_harmless(
     state = {"a": noise(5000), "tiny": noise(3), "step": 7}
     save(state, place.writer())
     chance = random.Random(seed)
-    originals = {key: place.get(key) for key in place.keys() if not key.endswith(".distcp")}
+    originals = {key: place.get(key) for key in place.names() if not key.endswith(".distcp")}
     num_found = 0
     for key, data in originals.items():
         for _ in range(6):
@@ -299,7 +299,7 @@ def test_m12_20_000_scalars_load_without_a_data_request(
     assert is_equal(found, state)
     assert cpu_s < 6  # the field: 6.6 to 8.9 s; ours is told below, and loaded machines vary
     assert place.server.counts() == {"GetObject": 2}
-    sizes = {key: len(place.get(key)) for key in place.keys()}
+    sizes = {key: len(place.get(key)) for key in place.names()}
     data = sum(size for key, size in sizes.items() if key.endswith(".distcp"))
     manifest = sum(size for key, size in sizes.items() if key.startswith(".dcpstore-"))
     assert data / 20_000 < 1577 / 2
