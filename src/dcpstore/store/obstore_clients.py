@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
@@ -19,9 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["ObstoreClients"]
 
-# obstore's own 30 s for a whole request fails a large part on a slow link; what must
-# not hang is a silent connection, and that is the read timeout.
-_TIMEOUTS = {"timeout": "15min", "connect_timeout": "10s", "read_timeout": "60s"}
+Purpose = Literal["read", "put", "parts"]
+# obstore's own 30 s for a whole request fails a large body on a slow link. A silent
+# connection is told by its read timeout; but that one also runs while a body is being
+# sent (measured: a 1 s read timeout breaks off an upload of 4 s that never pauses), so
+# puts have a long overall timeout instead.
+_TIMEOUTS: dict[Purpose, dict[str, str]] = {
+    "read": {"connect_timeout": "10s", "timeout": "15min", "read_timeout": "60s"},
+    "put": {"connect_timeout": "10s", "timeout": "5min"},
+    "parts": {"connect_timeout": "10s", "timeout": "5min"},
+}
 # The processes that started obstore's Rust runtime. There is one per process, it does
 # not survive a fork, and nothing but this module can know that it was started: the one
 # piece of process-global state of the package.
@@ -44,21 +52,21 @@ class ObstoreClients:
         self._settings = settings
         self._part_policy = part_policy
         self._lock = threading.Lock()
-        self._open: dict[bool, Any] = {}
+        self._open: dict[Purpose, Any] = {}
         self._memory: MemoryStore | None = None
 
-    def get(self, *, is_retrying: bool = False) -> Any:
-        """Return the store that sends each request once, or the one that repeats them.
+    def get(self, purpose: Purpose = "read") -> Any:
+        """Return the store for a purpose; the one for ``"parts"`` repeats its requests.
 
         Raises:
             ConfigError: In a forked child, before anything touches the Rust runtime.
         """
         self._refuse_after_fork()
         with self._lock:
-            if is_retrying not in self._open:
+            if purpose not in self._open:
                 _runtime_pids.add(os.getpid())
-                self._open[is_retrying] = self._make(is_retrying)
-            return self._open[is_retrying]
+                self._open[purpose] = self._make(purpose)
+            return self._open[purpose]
 
     def close(self) -> None:
         """Drop the clients; a later `get` opens new ones. Memory is kept."""
@@ -74,7 +82,7 @@ class ObstoreClients:
             "'spawn' or 'forkserver', or open the store with engine='fsspec'"
         )
 
-    def _make(self, is_retrying: bool) -> Any:
+    def _make(self, purpose: Purpose) -> Any:
         scheme, settings = self._location.scheme, self._settings
         if scheme == "file":
             return LocalStore()
@@ -89,14 +97,29 @@ class ObstoreClients:
             return makers[scheme](
                 self._location.bucket,
                 config=settings.config,
-                client_options={**_TIMEOUTS, **settings.client_options},
-                retry_config=_retry_config(self._part_policy if is_retrying else RetryPolicy(1)),
+                client_options=_client_options(purpose, settings.client_options),
+                retry_config=_retry_config(
+                    self._part_policy if purpose == "parts" else RetryPolicy(1)
+                ),
                 **more,
             )
         except (BaseError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"cannot open {self._location.url}: {redact(str(error)).splitlines()[0]}"
             ) from None  # the original text may carry configuration values
+
+
+def _client_options(purpose: Purpose, given: dict[str, Any]) -> dict[str, Any]:
+    options = {**_TIMEOUTS[purpose], **given}
+    if purpose != "read" or not _has_read_timeout():
+        options.pop("read_timeout", None)
+    return options
+
+
+def _has_read_timeout() -> bool:
+    """Tell whether this obstore knows the option: since 0.10."""
+    major, minor = obstore.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (0, 10)
 
 
 def _retry_config(policy: RetryPolicy) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class ObstoreStore:
             mode = "overwrite"
 
         def send(mode: PutMode) -> Mapping[str, Any]:
-            theirs, store = self._theirs(mode), self._clients.get()
+            theirs, store = self._theirs(mode), self._clients.get("put")
             return _ask(
                 asked, lambda: obstore.put(store, path, body, mode=theirs, use_multipart=False)
             )
@@ -141,7 +141,7 @@ class ObstoreStore:
             result = _ask(
                 Asked("put_parts", key, self.url),
                 lambda: obstore.put(
-                    self._clients.get(is_retrying=True),
+                    self._clients.get("parts"),
                     path,
                     source,
                     use_multipart=True,

@@ -174,8 +174,9 @@ def _s3_endpoint_and_region(settings: ObstoreSettings, profile: str | None) -> N
     endpoint = config.get("endpoint") or from_env
     if endpoint:
         config["endpoint"] = endpoint = str(endpoint).rstrip("/")
-        # obstore prefers this one, which it reads from the environment itself.
-        config["aws_endpoint_url_s3"] = endpoint
+        if "AWS_ENDPOINT_URL_S3" in os.environ:
+            # obstore reads it too, where it is recent, and prefers it to `endpoint`.
+            config["aws_endpoint_url_s3"] = endpoint
         if endpoint.startswith("http://"):
             settings.client_options["allow_http"] = True
     config["region"] = config.get("region") or default_region(profile) or "us-east-1"
