@@ -20,7 +20,7 @@ class _Blocker(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("dcpstore", "obstore", "crc32c"):
             raise ModuleNotFoundError(f"{name} is blocked")
-        return None
+        return
 
 
 def prove_absent() -> None:

@@ -175,7 +175,7 @@ def test_a_cut_file_is_found_out(tmp_path) -> None:
     save_file({"w": torch.ones(1000)}, tmp_path / "model.safetensors")
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(CheckpointException, match="model.safetensors") as caught:
+    with pytest.raises(CheckpointException, match=r"model\.safetensors") as caught:
         dcp.load({"w": torch.zeros(1000)}, storage_reader=ObjectStoreReader(tmp_path), no_dist=True)
     (cause,) = caught.value.failures.values()
     assert isinstance(cause[0], CorruptError), cause

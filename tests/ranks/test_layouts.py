@@ -1,0 +1,33 @@
+"""Save on N ranks, load on M, in every layout: each rank gets the plain values to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+from rank_layouts import CASES, load_and_check, save_cases
+
+from dcpstore.testing import MotoServer
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def saved(pool, bucket: str, moto_server: MotoServer):
+    """The URL of what N ranks saved, for N from 1 to 4."""
+    urls = {}
+    for num_ranks in range(1, 5):
+        urls[num_ranks] = f"{bucket}/layouts/{num_ranks}"
+        pool.run(num_ranks, save_cases, urls[num_ranks], moto_server.storage_options())
+    return urls
+
+
+# The number of loading ranks changes slowest: a change costs a new process group.
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_saved", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_loaded", [1, 2, 3, 4])
+def test_what_n_ranks_saved_m_ranks_load(
+    pool, saved, moto_server: MotoServer, case: str, num_saved: int, num_loaded: int
+) -> None:
+    options = moto_server.storage_options()
+    variant = num_saved != num_loaded or num_saved % 2
+    fetched = pool.run(num_loaded, load_and_check, case, saved[num_saved], options, int(variant))
+    assert sum(fetched) > 0
