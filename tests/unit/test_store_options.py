@@ -311,7 +311,7 @@ def test_files_are_read_again_and_answers_expire():
     first, second = ask(), ask()
     assert (first["access_key_id"], second["access_key_id"]) == ("id1", "id2")
     assert first["token"] == "t"
-    assert first["expires_at"] == now + timedelta(minutes=5)
+    assert first["expires_at"] == now + timedelta(minutes=10)
     assert made == ["mine", "mine"]
     assert "hush" not in repr(ask)
 

@@ -179,6 +179,14 @@ def test_parts_are_never_replayed(build):
     assert recorder.counts["put_parts"] == 1
 
 
+def test_parts_may_come_from_requests_under_the_same_limit():
+    store = open_store("memory://under-one-limit", limiter=AdaptiveLimiter(1))
+    store.put("a", b"123")
+    parts = (bytes(store.get("a").data) for _ in range(3))
+    store.put_parts("b", parts, part_bytes=3, max_concurrency=2)
+    assert bytes(store.get("b").data) == b"123" * 3
+
+
 def test_deletes_are_repeated(build):
     store, recorder = build(StoreFault("lost_ack", "delete_many"))
     store.put("a", b"1")

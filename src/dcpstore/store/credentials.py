@@ -11,10 +11,11 @@ from typing import Any
 
 __all__ = ["BotocoreCredentials", "default_region", "has_botocore"]
 
-# botocore renews expiring credentials 15 minutes ahead, so an answer that is asked
-# for again after 5 is never handed out stale. Files that somebody rewrites
-# (~/.aws/credentials, a web identity token) are read again just as often.
-_TTL = timedelta(minutes=5)
+# obstore asks again, ten times a second if need be, once less than 5 minutes of an
+# answer are left: 10 minutes make that one question in 5. botocore renews expiring
+# credentials at least 10 minutes ahead, so none is used stale, and files that
+# somebody rewrites (~/.aws/credentials) are read again just as often.
+_TTL = timedelta(minutes=10)
 
 
 def _utcnow() -> datetime:

@@ -62,7 +62,7 @@ class AdaptiveLimiter:
     @contextmanager
     def slot(self) -> Iterator[None]:
         """Hold one request's place; blocks while the limit or a pause forbids more."""
-        self._wait_for_pause()
+        self.wait_for_pause()
         with self._free:
             self._free.wait_for(lambda: self._num_active < int(self._limit))
             self._num_active += 1
@@ -91,7 +91,8 @@ class AdaptiveLimiter:
             if retry_after_s is not None:
                 self._paused_until = max(self._paused_until, now + retry_after_s)
 
-    def _wait_for_pause(self) -> None:
+    def wait_for_pause(self) -> None:
+        """Block while a pause lasts, without taking a place."""
         while True:
             with self._free:
                 left_s = self._paused_until - self._clock()

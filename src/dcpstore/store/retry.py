@@ -137,12 +137,15 @@ class RetryingStore:
     def put_parts(
         self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
-        """Store one large object from parts; only its engine can repeat one."""
-        return self._repeat(
+        """Store one large object from parts; only its engine can repeat one.
+
+        It takes no place in the limiter: its parts may come from requests that need one.
+        """
+        self._limiter.wait_for_pause()
+        return self._noting(
             lambda: self._inner.put_parts(
                 key, parts, part_bytes=part_bytes, max_concurrency=max_concurrency
-            ),
-            _never,
+            )
         )
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -175,15 +178,8 @@ class RetryingStore:
         self, request: Callable[[], _T], may_repeat: Callable[[StoreError], bool] | None = None
     ) -> _T:
         def limited() -> _T:
-            try:
-                with self._limiter.slot():
-                    answer = request()
-            except StoreError as error:
-                if error.throttled:
-                    self._limiter.note_throttle(error.retry_after_s)
-                raise
-            self._limiter.note_success()
-            return answer
+            with self._limiter.slot():
+                return self._noting(request)
 
         return call_with_retries(
             limited,
@@ -193,6 +189,16 @@ class RetryingStore:
             sleep=self._sleep,
             rng=self._rng,
         )
+
+    def _noting(self, request: Callable[[], _T]) -> _T:
+        try:
+            answer = request()
+        except StoreError as error:
+            if error.throttled:
+                self._limiter.note_throttle(error.retry_after_s)
+            raise
+        self._limiter.note_success()
+        return answer
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
@@ -247,11 +253,6 @@ def _if_retryable(error: StoreError) -> bool:
 
 def _if_throttled(error: StoreError) -> bool:
     return error.throttled
-
-
-def _never(error: StoreError) -> bool:
-    del error
-    return False
 
 
 def _given_up(error: StoreError, num_attempts: int, spent_s: float) -> StoreError:
