@@ -269,7 +269,8 @@ def _read_python_error(error: BaseException) -> Answer:
         return Answer(status=404, text=text)
     if isinstance(error, FileExistsError):
         return Answer(status=412, text=text)
-    if isinstance(error, PermissionError):
+    # gcsfs makes a plain OSError of a 403, whose text is all it keeps.
+    if isinstance(error, PermissionError) or text.startswith("Forbidden: "):
         return Answer(status=403, text=text)
     transport = (
         isinstance(error, TimeoutError | ConnectionError | EOFError | asyncio.TimeoutError)
