@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from dcpstore.errors import StoreError
+from dcpstore.errors import CheckpointError, StoreError
 from dcpstore.store.base import Fetched, ObjectInfo
 
 if TYPE_CHECKING:
@@ -213,7 +214,8 @@ class FaultyStore:
             answer = call()
             return spoilt(answer, fault) if spoilt is not None else answer
         if fault.kind in ("lost_ack", "crash_after"):
-            call()
+            with suppress(CheckpointError):  # a refusal is an answer too, and is lost
+                call()
         raise self._failure(fault, verb, key)
 
     def _take(self, verb: str, key: str) -> StoreFault | None:
