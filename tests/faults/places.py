@@ -76,6 +76,10 @@ class Place:
         """A digest of every object in the folder."""
         return {key: hashlib.sha256(self.get(key)).hexdigest() for key in self.names()}
 
+    def open_uploads(self) -> list[str]:
+        """Multipart uploads into the folder that were neither completed nor aborted."""
+        return [key for key in self.client.open_uploads() if key.startswith(f"{self.name}/")]
+
     def get(self, key: str) -> bytes:
         """One object."""
         return self.client.get(f"{self.name}/{key}")

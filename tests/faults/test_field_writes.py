@@ -33,7 +33,7 @@ from faults.states import (
 
 def assert_nothing_left(place: Place) -> None:
     assert place.names() == []
-    assert place.client.open_uploads() == []
+    assert place.open_uploads() == []
 
 
 # M4-M6: a failed write -------------------------------------------------------------------
