@@ -68,6 +68,15 @@ def test_a_lost_answer_follows_the_deed(plain):
     assert bytes(store.get("a").data) == b"1"
 
 
+def test_a_lost_refusal_is_lost_too(plain):
+    plain.put("a", b"theirs")
+    store = FaultyStore(plain, [StoreFault("lost_ack", "put")])
+    with pytest.raises(StoreError) as caught:
+        store.put("a", b"ours", mode="create")
+    assert caught.value.retryable
+    assert bytes(store.get("a").data) == b"theirs"
+
+
 def test_a_throttle_asks_to_wait(plain):
     store = FaultyStore(plain, [StoreFault("throttle", retry_after_s=3, times=None)])
     for _ in range(5):

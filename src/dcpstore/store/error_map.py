@@ -163,7 +163,8 @@ def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:
     if asked.conditional == "match" and answer.status == 404:
         return _lost_condition(asked, answer)
     if answer.status == 404:
-        return NotFoundError(f"{asked} failed: there is no such object ({answer}). Check the key")
+        what = "object" if answer.code else "object or bucket"  # a HEAD's answer has no body
+        return NotFoundError(f"{asked} failed: there is no such {what} ({answer}). Check the name")
     if answer.status == 501 and asked.conditional is not None:
         return ConfigError(
             f"{asked} failed: this store cannot put under such a condition ({answer}). "
