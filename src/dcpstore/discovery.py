@@ -13,8 +13,9 @@ A rank's own ``__{rank}.metadata`` (``use_collectives=False``) is read when DCP 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import crc32c
@@ -34,19 +35,64 @@ from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError, Stor
 from dcpstore.format.dtypes import dtype_from_name
 from dcpstore.format.safetensors import LENGTH_BYTES, TensorInFile, header_length, parse_header
 from dcpstore.keys import check_relative, metadata_key, save_id_of
-from dcpstore.manifest import Manifest, StoredItem, decode
+from dcpstore.manifest import StoredItem, decode, has_other_planner_data
 from dcpstore.metadata import metadata_from_manifest, stock_items
 from dcpstore.store.base import Store
 from dcpstore.trust import load_metadata_pickle
 
-__all__ = ["find_metadata"]
+__all__ = ["Discovered", "discover", "find_metadata"]
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
 
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """A checkpoint's metadata as it lies in the store: small, and cheap to send to ranks.
+
+    Attributes:
+        url: Of the checkpoint.
+        key: Of the metadata object, for messages.
+        manifest: Bytes of the manifest; None for a checkpoint that is not ours.
+        pickled: Bytes of the pickled metadata, where it must be opened.
+        files: Tensors per safetensors file, where it is a Hugging Face folder.
+    """
+
+    url: str
+    key: str
+    manifest: bytes | None = None
+    pickled: bytes | None = None
+    files: Mapping[str, Sequence[TensorInFile]] | None = None
+
+    def open(self, config: ReadConfig) -> Metadata:
+        """Return the metadata, with `StoredItem` as storage data. Any rank; no I/O.
+
+        Raises:
+            CorruptError: If it is damaged, or a pickle that names more than data.
+        """
+        if self.files is not None:
+            return _metadata_of_files(self.url, self.files)
+        if self.manifest is None:
+            assert self.pickled is not None
+            return _open_stock(self.pickled, self.key, config)
+        manifest = decode(self.manifest)
+        metadata = metadata_from_manifest(manifest)
+        if self.pickled is not None:
+            stock = load_metadata_pickle(
+                self.pickled, key=self.key, allow_pickle=config.allow_pickle
+            )
+            metadata.planner_data = stock.planner_data
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.url, save_id=manifest.save_id)
+        return metadata
+
+
 def find_metadata(store: Store, config: ReadConfig, *, rank: int | None = None) -> Metadata:
-    """Return the metadata of the checkpoint in a folder, with `StoredItem` as storage data.
+    """Return the metadata of the checkpoint in a folder; see `discover`."""
+    return discover(store, config, rank=rank).open(config)
+
+
+def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Discovered:
+    """Read what tells everything about the checkpoint in a folder.
 
     Args:
         store: Rooted at the folder.
@@ -55,21 +101,21 @@ def find_metadata(store: Store, config: ReadConfig, *, rank: int | None = None) 
 
     Raises:
         NotFoundError: If there is no checkpoint.
-        CorruptError: If there is one that is damaged, or a pickle that names more than data.
+        CorruptError: If there is one that is damaged.
         StoreError: If the store refuses.
     """
     key = metadata_key(rank)
     try:
-        return _read_pickled(store, key, config)
+        return _read_sealed(store, key)
     except NotFoundError as error:
-        metadata = None if rank is not None else _read_safetensors(store, config)
-        if metadata is None:
+        files = None if rank is not None else _read_safetensors(store, config)
+        if files is None:
             raise NotFoundError(
                 f"no checkpoint at {store.url}: there is no {key}"
                 + ("" if rank is not None else f", {_INDEX_FILE} or *.safetensors")
                 + ". Check the URL; a save that was interrupted leaves no .metadata"
             ) from error
-        return metadata
+        return Discovered(store.url, key, files=files)
     except StoreError as error:
         if not error.denied:
             raise
@@ -82,12 +128,12 @@ def find_metadata(store: Store, config: ReadConfig, *, rank: int | None = None) 
         ) from error
 
 
-def _read_pickled(store: Store, key: str, config: ReadConfig) -> Metadata:
+def _read_sealed(store: Store, key: str) -> Discovered:
     for is_last_try in (False, True):
         data = store.get(key).data
         seal = read_seal(data)
         if seal is None:
-            return _open_stock(data, key, config)
+            return Discovered(store.url, key, pickled=bytes(data))
         try:
             manifest = _read_manifest(store, seal)
         except NotFoundError as error:
@@ -98,16 +144,12 @@ def _read_pickled(store: Store, key: str, config: ReadConfig) -> Metadata:
                 f"{store.url}: {key} is sealed, but its manifest {seal.manifest_key} is gone",
                 key=seal.manifest_key,
             ) from error
-        metadata = metadata_from_manifest(manifest)
-        if manifest.has_other_planner_data:
-            pickled = load_metadata_pickle(data, key=key, allow_pickle=config.allow_pickle)
-            metadata.planner_data = pickled.planner_data
-        metadata.storage_meta = StorageMeta(checkpoint_id=store.url, save_id=seal.save_id)
-        return metadata
+        needs_pickle = has_other_planner_data(manifest)
+        return Discovered(store.url, key, manifest, bytes(data) if needs_pickle else None)
     raise AssertionError("unreachable")
 
 
-def _read_manifest(store: Store, seal: Seal) -> Manifest:
+def _read_manifest(store: Store, seal: Seal) -> bytes:
     data = store.get(check_relative(seal.manifest_key)).data
     if len(data) != seal.manifest_bytes or crc32c.crc32c(data) != seal.manifest_crc32c:
         raise CorruptError(
@@ -117,10 +159,10 @@ def _read_manifest(store: Store, seal: Seal) -> Manifest:
             start=0,
             end=len(data),
         )
-    return decode(data)
+    return bytes(data)
 
 
-def _open_stock(data: memoryview, key: str, config: ReadConfig) -> Metadata:
+def _open_stock(data: bytes, key: str, config: ReadConfig) -> Metadata:
     metadata = load_metadata_pickle(data, key=key, allow_pickle=config.allow_pickle)
     if not isinstance(metadata, Metadata):
         raise CorruptError(f"{key} holds a {type(metadata).__name__}, not DCP metadata", key=key)
@@ -137,18 +179,22 @@ def _open_stock(data: memoryview, key: str, config: ReadConfig) -> Metadata:
     return metadata
 
 
-def _read_safetensors(store: Store, config: ReadConfig) -> Metadata | None:
+def _read_safetensors(store: Store, config: ReadConfig) -> dict[str, list[TensorInFile]] | None:
     files = _safetensors_files(store)
     if not files:
         return None
     with ThreadPoolExecutor(min(config.max_requests, len(files))) as executor:
-        found = list(executor.map(lambda key: _read_header(store, key), files))
+        found = executor.map(lambda key: _read_header(store, key), files)
+        return dict(zip(files, found, strict=True))
+
+
+def _metadata_of_files(url: str, files: Mapping[str, Sequence[TensorInFile]]) -> Metadata:
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, StoredItem] = {}
-    for key, tensors in zip(files, found, strict=True):
+    for key, tensors in files.items():
         for tensor in tensors:
             _add_tensor(entries, storage, key, tensor)
-    return Metadata(entries, storage_data=storage, storage_meta=StorageMeta(store.url))
+    return Metadata(entries, storage_data=storage, storage_meta=StorageMeta(url))
 
 
 def _safetensors_files(store: Store) -> Sequence[str]:

@@ -37,6 +37,7 @@ __all__ = [
     "StoredItem",
     "decode",
     "encode",
+    "has_other_planner_data",
 ]
 
 FORMAT_VERSION = 1
@@ -214,6 +215,12 @@ def decode(data: bytes | memoryview) -> Manifest:
         raise CorruptError(f"the manifest's columns do not fit together: {error!r}") from error
 
 
+def has_other_planner_data(data: bytes | memoryview) -> bool:
+    """Tell from an encoded manifest whether the planner's data are in the pickle only."""
+    header, _ = _read_header(memoryview(data))
+    return bool(header.get("has_other_planner_data"))
+
+
 def _decode_columns(header: dict[str, Any], columns: dict[str, npt.NDArray[Any]]) -> Manifest:
     strings: list[str] = header["strings"]
     fqns = _decode_texts("entry.fqn", columns)
@@ -372,6 +379,17 @@ def _pack(header: dict[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> by
 
 
 def _unpack(data: memoryview) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    header, at = _read_header(data)
+    columns = {}
+    for name, dtype, count, num_bytes in header["columns"]:
+        raw = zlib.decompress(data[at : at + num_bytes])
+        columns[name] = np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"), count)
+        at += num_bytes
+    return header, columns
+
+
+def _read_header(data: memoryview) -> tuple[dict[str, Any], int]:
+    """Check the bytes; return the header and where the columns start."""
     if len(data) < _PREFIX.size + 4 or bytes(data[:8]) != _MAGIC:
         raise CorruptError("this is not a dcpstore manifest: its first bytes are wrong")
     _, version, header_bytes = _PREFIX.unpack_from(data)
@@ -384,10 +402,4 @@ def _unpack(data: memoryview) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any
     if crc32c.crc32c(data[:-4]) != expected:
         raise CorruptError("the manifest's checksum is wrong: the object was changed or cut short")
     at = _PREFIX.size + header_bytes
-    header = json.loads(bytes(data[_PREFIX.size : at]))
-    columns = {}
-    for name, dtype, count, num_bytes in header["columns"]:
-        raw = zlib.decompress(data[at : at + num_bytes])
-        columns[name] = np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"), count)
-        at += num_bytes
-    return header, columns
+    return json.loads(bytes(data[_PREFIX.size : at])), at
