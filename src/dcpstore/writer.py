@@ -188,6 +188,8 @@ class ObjectStoreWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank its number, for the names of its objects. Coordinator only."""
+        if not self._use_collectives:
+            return plans  # this rank's plan alone, which is not rank 0's
         return [
             plan if plan.storage_data is not None else replace(plan, storage_data=_RankNumber(rank))
             for rank, plan in enumerate(plans)
