@@ -28,7 +28,6 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import crc32c
 
@@ -51,6 +50,7 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"DCPSSEAL"
 _TAIL = struct.Struct("<I8s")
 _SEAL_ATTEMPTS = 6
+_MAX_REFUSALS = 3  # of a precondition that holds, until the store is taken to have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +185,26 @@ class Sealer:
 
     def _seal(self, save_id: str, data: bytes) -> None:
         mode = self._mode()
-        maybe_sent = False  # whether an earlier attempt may yet take effect
+        maybe_sent = False  # whether an attempt whose answer was lost may yet take effect
+        num_refusals = 0
         for attempt in range(_SEAL_ATTEMPTS):
             try:
                 self._store.put(self._key, data, mode=mode)
             except (AlreadyExistsError, ConflictError, StoreError) as error:
+                last = error
                 maybe_sent = maybe_sent or _is_ambiguous(error)
-                next_mode = self._after(error, save_id, mode, maybe_sent=maybe_sent)
-                if next_mode is None:
+                if self._was_sealed(save_id, error, maybe_sent=maybe_sent):
                     return
-                mode = next_mode
+                # S3 answers 409 while another conditional put of the key is under way.
+                is_refusal = not isinstance(error, StoreError)
+                num_refusals += is_refusal
+                may_pass = num_refusals < _MAX_REFUSALS if is_refusal else _is_retryable(error)
+                if not may_pass:
+                    mode = self._without_condition(error, mode, maybe_sent=maybe_sent)
             else:
                 return
             self._sleep(random.uniform(0, min(5.0, 0.1 * 2**attempt)))
-        raise self._unknown(maybe_sent, None)
+        raise (self._unknown(last) if maybe_sent else self._not_sealed(last)) from last
 
     def _mode(self) -> PutMode:
         if self._found is None:
@@ -207,22 +213,42 @@ class Sealer:
             return IfMatch(self._found.etag)
         return self._compare_then_put()
 
-    def _after(
-        self, error: CheckpointError, save_id: str, mode: PutMode, *, maybe_sent: bool
-    ) -> PutMode | None:
-        """Decide what a failed put means: return the mode to try next, None if it was sealed."""
-        if isinstance(error, StoreError) and error.denied:
+    def _was_sealed(self, save_id: str, error: CheckpointError, *, maybe_sent: bool) -> bool:
+        """Find out whether a put that failed took effect; False if all is as it was found.
+
+        Raises:
+            AlreadyExistsError: If there is another checkpoint and none was expected.
+            ConflictError: If the checkpoint to overwrite was replaced or removed.
+            StoreError: If the put was denied.
+            CommitUnknownError: If it cannot be read. Whatever the put's error says then, an
+                engine or a proxy may have sent it twice.
+        """
+        if isinstance(error, StoreError) and error.denied and not maybe_sent:
             raise error
-        state = self._look(save_id, error, maybe_sent)
-        if state == "ours":
-            return None
-        if state == "other":
+        try:
+            now = probe(self._store, self._key)
+        except CheckpointError as unreadable:
+            raise self._unknown(unreadable) from error
+        if now is not None and now.seal is not None and now.seal.save_id == save_id:
+            return True
+        if not self._is_as_found(now):
             raise self._conflict(error)
-        if isinstance(error, StoreError) and error.retryable:
-            return mode
-        if isinstance(error, AlreadyExistsError):
+        return False
+
+    def _is_as_found(self, now: Found | None) -> bool:
+        before = self._found
+        if now is None or before is None:
+            return now is before
+        return now.data == before.data
+
+    def _without_condition(
+        self, error: CheckpointError, mode: PutMode, *, maybe_sent: bool
+    ) -> PutMode:
+        """Return the mode to try on a store that refuses although all is as it was found."""
+        if maybe_sent:
+            raise self._unknown(error) from error
+        if isinstance(error, AlreadyExistsError) and self._found is None:
             raise self._conflict(error)  # it is there, and we may not read it
-        # The target is as we found it, yet the store refused or cannot do it.
         if mode == "overwrite":
             raise error
         if self._require:
@@ -235,28 +261,8 @@ class Sealer:
             ) from error
         return self._compare_then_put()
 
-    def _look(
-        self, save_id: str, error: CheckpointError, maybe_sent: bool
-    ) -> Literal["ours", "as found", "other"]:
-        try:
-            now = probe(self._store, self._key)
-        except CheckpointError as unreadable:
-            raise self._unknown(maybe_sent, unreadable) from error
-        if now is not None and now.seal is not None and now.seal.save_id == save_id:
-            return "ours"
-        before = self._found
-        if now is None or before is None:
-            return "as found" if now is before else "other"
-        return "as found" if now.data == before.data else "other"
-
     def _compare_then_put(self) -> PutMode:
-        now = probe(self._store, self._key)
-        is_same = (
-            now is self._found
-            if now is None or self._found is None
-            else (now.data == self._found.data)
-        )
-        if not is_same:
+        if not self._is_as_found(probe(self._store, self._key)):
             raise self._conflict(None)
         return "overwrite"
 
@@ -275,21 +281,26 @@ class Sealer:
         error.__cause__ = cause
         return error
 
-    def _unknown(self, maybe_sent: bool, cause: CheckpointError | None) -> CheckpointError:
-        if not maybe_sent:
-            return StoreError(
-                f"{self._store.url}: sealing the checkpoint failed ({cause}); nothing was sealed",
-                key=self._key,
-            )
+    def _not_sealed(self, cause: CheckpointError) -> CheckpointError:
+        return StoreError(
+            f"{self._store.url}: sealing the checkpoint failed ({cause}); nothing was sealed",
+            key=self._key,
+        )
+
+    def _unknown(self, cause: CheckpointError) -> CheckpointError:
         return CommitUnknownError(
-            f"the put of {self._key} at {self._store.url} was sent but its answer was lost, and"
-            f" reading it back did not settle it ({cause}). The checkpoint there is the old one"
-            " or the new one, whole in either case; load it to see which. No object was deleted"
+            f"the put of {self._key} at {self._store.url} was sent, and whether it took effect"
+            f" could not be found out ({cause}). The checkpoint there is the old one or the new"
+            " one, whole in either case; load it to see which. No object was deleted"
         )
 
 
 def _is_ambiguous(error: CheckpointError) -> bool:
     return isinstance(error, StoreError) and error.retryable and not error.throttled
+
+
+def _is_retryable(error: CheckpointError) -> bool:
+    return isinstance(error, StoreError) and error.retryable
 
 
 def sweep(store: Store, keys: Iterable[str], *, why: str) -> Sequence[str]:
