@@ -1,0 +1,127 @@
+"""Who writes what several ranks hold: bytes balanced, the same answer for the same plans.
+
+The rule is "largest first, to the least loaded" (LPT; Graham 1969), within each set of
+ranks that holds the same chunks. Sets without a common rank do not interact, so they
+advance together, one chunk each per vectorised step::
+
+    hybrid sharding, 2 replicas of 3 shards      step 1       step 2
+    set {0,3}: chunks 9 8 1                      9 -> 0       8 -> 3     ...
+    set {1,4}: chunks 9 8 1                      9 -> 1       8 -> 4     ...
+    set {2,5}: chunks 9 8 1                      9 -> 2       8 -> 5     ...
+
+Small sets go first: they have the least choice; chunks that many ranks hold then fill
+what is left uneven.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcpstore.planning.exchange.columns import Ints
+
+__all__ = ["Replicated", "choose_writers"]
+
+_MAX_LAYERS = 62  # bits of a word
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicated:
+    """Chunks that the same number of ranks hold.
+
+    Attributes:
+        ranks: Per chunk its holders, ascending; chunks x holders.
+        cost_bytes: Per chunk what writing it costs.
+    """
+
+    ranks: Ints
+    cost_bytes: Ints
+
+
+def choose_writers(classes: list[Replicated], load_bytes: Ints) -> list[Ints]:
+    """Choose one holder of each replicated chunk.
+
+    Args:
+        classes: The chunks, by number of holders.
+        load_bytes: Per rank what it writes in any case; what is chosen is added in place.
+
+    Returns:
+        Per class and chunk, the column of ``ranks`` that writes it.
+    """
+    chosen: list[Ints] = [np.zeros(len(one.cost_bytes), np.int64) for one in classes]
+    for number in sorted(range(len(classes)), key=lambda n: classes[n].ranks.shape[1]):
+        _choose(classes[number], load_bytes, chosen[number])
+    return chosen
+
+
+def _choose(chunks: Replicated, load_bytes: Ints, chosen: Ints) -> None:
+    first_of_set, set_of = _distinct_sets(chunks.ranks)
+    layer_of_set = _layers(chunks.ranks[first_of_set], len(load_bytes))
+    # Largest first within a set, in the order of the chunks where they are equal.
+    order = np.lexsort((-chunks.cost_bytes, set_of))
+    turn = _positions_in_runs(set_of[order])
+    layer = layer_of_set[set_of[order]]
+    by_step = np.lexsort((turn, layer))
+    order, turn, layer = order[by_step], turn[by_step], layer[by_step]
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (turn[1:] != turn[:-1]) | (layer[1:] != layer[:-1])
+    steps = [*np.flatnonzero(is_first).tolist(), len(order)]
+    for low, high in zip(steps[:-1], steps[1:], strict=True):
+        now = order[low:high]
+        ranks = chunks.ranks[now]
+        column = load_bytes[ranks].argmin(axis=1)
+        chosen[now] = column
+        load_bytes[ranks[np.arange(len(now)), column]] += chunks.cost_bytes[now]
+
+
+def _distinct_sets(ranks: Ints) -> tuple[Ints, Ints]:
+    """Return one chunk of each distinct set of ranks, and each chunk's set."""
+    with np.errstate(over="ignore"):
+        name = np.zeros(len(ranks), np.uint64)
+        for column in ranks.T if ranks.shape[1] < len(ranks) else (ranks,):
+            mixed = _mix(column)
+            name += mixed if mixed.ndim == 1 else mixed.sum(axis=1, dtype=np.uint64)
+    _, first, inverse = np.unique(name, return_index=True, return_inverse=True)
+    if not (ranks == ranks[first[inverse]]).all():  # two sets of one name: once in 2**64
+        _, first, inverse = np.unique(ranks, axis=0, return_index=True, return_inverse=True)
+    # Number the sets by their first chunk, so that no hash decides anything.
+    by_first = np.argsort(first, kind="stable")
+    number = np.empty(len(first), np.int64)
+    number[by_first] = np.arange(len(first))
+    return first[by_first], number[inverse.reshape(-1)]
+
+
+def _mix(ranks: Ints) -> Ints:
+    """Spread ranks over 64 bits (the finaliser of splitmix64)."""
+    bits = ranks.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Ints = bits ^ (bits >> np.uint64(31))
+    return mixed
+
+
+def _layers(sets: Ints, num_ranks: int) -> Ints:
+    """Give each set a layer so that no two sets of a layer have a rank in common."""
+    used = np.zeros(num_ranks, np.int64)  # per rank, the layers that have a set with it
+    layers = np.empty(len(sets), np.int64)
+    next_lone = _MAX_LAYERS
+    for number, ranks in enumerate(sets):
+        taken = int(np.bitwise_or.reduce(used[ranks]))
+        layer = (~taken & (taken + 1)).bit_length() - 1
+        if layer < _MAX_LAYERS:
+            used[ranks] |= 1 << layer
+            layers[number] = layer
+        else:  # more overlaps than bits: a layer of its own
+            layers[number] = next_lone
+            next_lone += 1
+    return layers
+
+
+def _positions_in_runs(values: Ints) -> Ints:
+    """Return each element's position in its run of equal values."""
+    positions = np.arange(len(values))
+    is_first = np.ones(len(values), bool)
+    is_first[1:] = values[1:] != values[:-1]
+    result: Ints = positions - np.maximum.accumulate(np.where(is_first, positions, 0))
+    return result
