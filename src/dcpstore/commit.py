@@ -35,6 +35,7 @@ from dcpstore.errors import (
     AlreadyExistsError,
     CheckpointError,
     CommitUnknownError,
+    ConfigError,
     ConflictError,
     CorruptError,
     NotFoundError,
@@ -110,11 +111,12 @@ def read_seal(data: memoryview) -> Seal | None:
     return seal
 
 
-def probe(store: Store, key: str) -> Found | None:
+def probe(store: Store, key: str, *, denied_is_absent: bool = True) -> Found | None:
     """Look whether a checkpoint exists.
 
     A refusal counts as absence: without permission to list, S3 answers 403 for a missing
-    object. The precondition of the seal decides in the end.
+    object. The precondition of the seal decides in the end. Who is about to delete
+    something must pass ``denied_is_absent=False``.
 
     Raises:
         StoreError: If the store cannot be reached.
@@ -125,7 +127,7 @@ def probe(store: Store, key: str) -> Found | None:
     except NotFoundError:
         return None
     except StoreError as error:
-        if error.denied:
+        if error.denied and denied_is_absent:
             return None
         raise
     try:
@@ -190,13 +192,13 @@ class Sealer:
         for attempt in range(_SEAL_ATTEMPTS):
             try:
                 self._store.put(self._key, data, mode=mode)
-            except (AlreadyExistsError, ConflictError, StoreError) as error:
+            except (AlreadyExistsError, ConfigError, ConflictError, StoreError) as error:
                 last = error
                 maybe_sent = maybe_sent or _is_ambiguous(error)
                 if self._was_sealed(save_id, error, maybe_sent=maybe_sent):
                     return
                 # S3 answers 409 while another conditional put of the key is under way.
-                is_refusal = not isinstance(error, StoreError)
+                is_refusal = isinstance(error, AlreadyExistsError | ConflictError)
                 num_refusals += is_refusal
                 may_pass = num_refusals < _MAX_REFUSALS if is_refusal else _is_retryable(error)
                 if not may_pass:

@@ -228,24 +228,40 @@ class ObjectStoreWriter(StorageWriter):
         store = self._folder.open()
         flat = [result for rank_results in results for result in rank_results]
         made = {result.storage_data.object.key for result in flat}
+        unsealed = {*made, keys.manifest_key(self._save_id)}
         try:
             pickled, manifest = self._describe(metadata, flat)
-            sealer = Sealer(
-                store,
-                self._metadata_key,
-                self._found,
-                require_conditional_put=self._config.require_conditional_put,
-            )
+        except BaseException:
+            sweep(store, unsealed, why="this failed save")
+            raise
+        sealer = Sealer(
+            store,
+            self._metadata_key,
+            self._found,
+            require_conditional_put=self._config.require_conditional_put,
+        )
+        try:
             sealer.put_sealed(self._save_id, pickled, manifest)
         except CommitUnknownError:
             raise
         except CheckpointError:
-            sweep(store, {*made, keys.manifest_key(self._save_id)}, why="this failed save")
+            sweep(store, unsealed, why="this failed save")
             raise
         self._keys = []
         if self._found is not None and self._config.sweep:
-            old = _referenced_keys(store, self._found, self._metadata_key)
-            sweep(store, old - made, why="the overwritten checkpoint")
+            self._sweep_old(store, self._found, keep={*unsealed, self._metadata_key})
+
+    def _sweep_old(self, store: Store, old: Found, *, keep: set[str]) -> None:
+        try:
+            doomed = _referenced_keys(store, old, self._metadata_key) - keep
+        except CheckpointError as error:
+            logger.warning(
+                "%s: cannot tell which objects the overwritten checkpoint had; they stay (%s)",
+                store.url,
+                error,
+            )
+        else:
+            sweep(store, doomed, why="the overwritten checkpoint")
 
     def sweep_unsealed(self) -> Sequence[str]:
         """Delete what this rank wrote in a save that failed elsewhere. Any rank.
@@ -257,13 +273,18 @@ class ObjectStoreWriter(StorageWriter):
         Returns:
             Keys that could not be deleted.
         """
-        doomed, self._keys = self._keys, []
-        if not doomed:
+        if not self._keys:
             return ()
         store = self._folder.open()
-        found = probe(store, self._metadata_key)
-        if found is not None:
-            doomed = sorted(set(doomed) - _referenced_keys(store, found, self._metadata_key))
+        doomed = set(self._keys)
+        try:
+            found = probe(store, self._metadata_key, denied_is_absent=False)
+            if found is not None:
+                doomed -= _referenced_keys(store, found, self._metadata_key)
+        except CheckpointError as error:
+            logger.warning("%s: cannot tell what is sealed; nothing deleted (%s)", store.url, error)
+            return self._keys
+        self._keys = []
         return sweep(store, doomed, why="a failed save")
 
     def _describe(self, metadata: Metadata, results: Sequence[WriteResult]) -> tuple[bytes, bytes]:
@@ -339,13 +360,13 @@ def _check_complete(metadata: Metadata, by_id: Mapping[ItemId, Written]) -> None
 
 
 def _referenced_keys(store: Store, found: Found, metadata_key: str) -> set[str]:
-    """Return the objects that a sealed checkpoint refers to; none if that cannot be read."""
-    try:
-        if found.seal is not None:
-            manifest = decode(store.get(found.seal.manifest_key).data)
-            return {*(obj.key for obj in manifest.objects), found.seal.manifest_key}
-        metadata = load_metadata_pickle(found.data, key=metadata_key)
-        return {item.key for item in stock_items(metadata).values()}
-    except CheckpointError as error:
-        logger.warning("%s: cannot tell which objects the checkpoint has (%s)", store.url, error)
-        return set()
+    """Return the objects that a sealed checkpoint refers to.
+
+    Raises:
+        CheckpointError: If that cannot be read.
+    """
+    if found.seal is not None:
+        manifest = decode(store.get(found.seal.manifest_key).data)
+        return {*(obj.key for obj in manifest.objects), found.seal.manifest_key}
+    metadata = load_metadata_pickle(found.data, key=metadata_key)
+    return {item.key for item in stock_items(metadata).values()}

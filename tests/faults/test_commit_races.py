@@ -1,0 +1,341 @@
+"""Lost answers, other writers, stores without preconditions and zombies, through a whole save."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from dcpstore.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    CommitUnknownError,
+    ConflictError,
+    IncompatibleError,
+    StoreError,
+)
+from dcpstore.store.base import IfMatch
+from dcpstore.testing import Fault, FaultyStore, StoreFault
+from faults.places import Backend, Place
+from faults.ranks import plan_on_ranks, rank_state, save_on_ranks, write_on_ranks
+from faults.states import failing, loaded_step, save, state_at
+
+
+class Hooked:
+    """A store that calls a hook before every put of the metadata."""
+
+    def __init__(self, inner: Any, hook: Any) -> None:
+        self._inner = inner
+        self._hook = hook
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, data: Any, *, mode: Any = "overwrite") -> Any:
+        if key == ".metadata":
+            self._hook(mode)
+        return self._inner.put(key, data, mode=mode)
+
+
+# Lost answers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+@pytest.mark.parametrize("kind", ["lost_ack", "drop"])
+def test_a_lost_answer_to_the_seal_is_settled_by_reading_back(
+    any_place: Place, kind: str, is_overwrite: bool
+) -> None:
+    if is_overwrite:
+        save(state_at(1), any_place.writer())
+    key = f"{any_place.name}/.metadata"
+    any_place.server.add_fault(Fault("PutObject", kind=kind, key=key, status=500))
+    save(state_at(2), any_place.writer(overwrite=is_overwrite))
+    assert loaded_step(any_place.reader(), state_at(0)) == 2
+    assert len([name for name in any_place.names() if name.startswith(".dcpstore")]) == 1
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_an_outcome_that_cannot_be_found_out_deletes_nothing(is_overwrite: bool) -> None:
+    backend = Backend()
+    if is_overwrite:
+        save(state_at(1), backend.writer())
+    script = [
+        StoreFault("lost_ack", verb="put", key=".metadata"),
+        StoreFault("error", verb="get", at=1, times=None),
+    ]
+    failing(CommitUnknownError, save, state_at(2), backend.writer(script, overwrite=is_overwrite))
+    assert loaded_step(backend.reader(), state_at(0)) == 2
+    save(state_at(3), backend.writer(overwrite=True))
+    assert loaded_step(backend.reader(), state_at(0)) == 3
+
+
+def test_a_503_that_hid_the_seal_deletes_nothing(place: Place) -> None:
+    key = f"{place.name}/.metadata"
+    place.server.add_fault(Fault("PutObject", kind="lost_ack", key=key, status=503))
+    place.server.add_fault(Fault("GetObject", skip=1, times=-1, key=key, status=503))
+    failing(CommitUnknownError, save, state_at(2), place.writer())
+    place.server.heal()
+    assert loaded_step(place.reader(), state_at(0)) == 2
+
+
+# Other writers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_who_is_overtaken_before_the_seal_loses_and_sweeps_its_own(is_overwrite: bool) -> None:
+    backend = Backend()
+    if is_overwrite:
+        save(state_at(1), backend.writer())
+    after_theirs: dict[str, bytes] = {}
+
+    def overtake(mode: object) -> None:
+        if not after_theirs:
+            ours = set(backend.names())
+            save(state_at(3), backend.writer(overwrite=is_overwrite))
+            after_theirs.update(backend.content())
+            loser.update(ours & set(after_theirs) - {".metadata"})
+
+    loser: set[str] = set()
+    writer = backend.writer_on(Hooked(backend.shared, overtake), overwrite=is_overwrite)
+    kind = ConflictError if is_overwrite else AlreadyExistsError
+    error = failing(kind, save, state_at(2), writer)
+    assert "memory://backend" in error.message
+    assert loaded_step(backend.reader(), state_at(0)) == 3
+    assert loser
+    expected = {key: data for key, data in after_theirs.items() if key not in loser}
+    assert backend.content() == expected
+
+
+def test_of_many_first_saves_at_once_one_wins_and_the_others_leave_nothing(place: Place) -> None:
+    barrier = threading.Barrier(5)
+    outcomes: dict[int, Any] = {}
+
+    def contend(step: int) -> None:
+        try:
+            writer = place.writer()
+            barrier.wait()
+            save(state_at(step), writer)
+            outcomes[step] = None
+        except BaseException as error:
+            outcomes[step] = error.failures[0][0]
+
+    threads = [threading.Thread(target=contend, args=(step,)) for step in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = [step for step, error in outcomes.items() if error is None]
+    assert all(isinstance(e, AlreadyExistsError) for e in outcomes.values() if e is not None)
+    assert loaded_step(place.reader(), state_at(0)) == winner
+    assert len([name for name in place.names() if name.startswith(".dcpstore")]) == 1
+    assert len({name.split(".")[1] for name in place.data_keys()}) == 1
+
+
+def test_of_many_overwrites_at_once_every_outcome_is_whole(place: Place) -> None:
+    save(state_at(9), place.writer())
+    barrier = threading.Barrier(4)
+    outcomes: dict[int, Any] = {}
+
+    def contend(step: int) -> None:
+        try:
+            writer = place.writer(overwrite=True)
+            barrier.wait()
+            save(state_at(step), writer)
+            outcomes[step] = None
+        except BaseException as error:
+            outcomes[step] = error.failures[0][0]
+
+    threads = [threading.Thread(target=contend, args=(step,)) for step in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [step for step, error in outcomes.items() if error is None]
+    assert winners
+    assert all(isinstance(e, ConflictError) for e in outcomes.values() if e is not None)
+    assert loaded_step(place.reader(), state_at(0)) in winners
+    assert len([name for name in place.names() if name.startswith(".dcpstore")]) == 1
+
+
+def test_a_zombie_coordinator_loses_to_the_save_that_replaced_it() -> None:
+    backend = Backend()
+    zombie = [backend.writer(overwrite=True) for _ in range(2)]
+    states = [rank_state(1, rank) for rank in range(2)]
+    planners, plans, metadata = plan_on_ranks(zombie, states)
+    results = write_on_ranks(zombie, planners, plans)
+    # ... and here the whole job stands still, while its successor starts and saves.
+    save(state_at(2), backend.writer(overwrite=True))
+    save(state_at(3), backend.writer(overwrite=True))
+    failing(AlreadyExistsError, zombie[0].finish, metadata, results)
+
+    assert loaded_step(backend.reader(), state_at(0)) == 3
+    assert len([name for name in backend.names() if name.startswith(".dcpstore")]) == 1
+    assert len({name.split(".")[1] for name in backend.names() if name.endswith(".distcp")}) == 1
+
+
+def test_a_zombie_overwrite_loses_even_to_a_checkpoint_with_the_same_values() -> None:
+    backend = Backend()
+    save(state_at(1), backend.writer())
+    zombie = [backend.writer(overwrite=True)]
+    planners, plans, metadata = plan_on_ranks(zombie, [rank_state(2, 0)])
+    results = write_on_ranks(zombie, planners, plans)
+    save(state_at(1), backend.writer(overwrite=True))
+    failing(ConflictError, zombie[0].finish, metadata, results)
+    assert loaded_step(backend.reader(), state_at(0)) == 1
+
+
+# Stores without preconditions -----------------------------------------------------------------
+
+
+def ceph(mode: object) -> None:
+    """RGW before Reef compares a quoted ETag with an unquoted one, so none ever matches."""
+    if isinstance(mode, IfMatch):
+        raise ConflictError("put '.metadata': 412 PreconditionFailed (scripted)")
+
+
+def swift(mode: object) -> None:
+    """Swift's S3 layer has no conditional put."""
+    if mode != "overwrite":
+        raise StoreError("put '.metadata' failed: 501 NotImplemented (scripted)")
+
+
+@pytest.mark.parametrize("quirk", [ceph, swift])
+def test_a_store_without_preconditions_gets_advice_and_keeps_the_old_one(quirk: Any) -> None:
+    backend = Backend()
+    save(state_at(1), backend.writer())
+    before = backend.content()
+    writer = backend.writer_on(Hooked(backend.shared, quirk), overwrite=True)
+    error = failing(StoreError, save, state_at(2), writer)
+    assert "WriteConfig(require_conditional_put=False)" in error.message
+    assert "If no other job writes to this URL" in error.message
+    assert backend.content() == before
+
+
+@pytest.mark.parametrize("quirk", [ceph, swift])
+def test_a_store_without_preconditions_is_compared_first_on_request(quirk: Any) -> None:
+    backend = Backend()
+    quirky = Hooked(backend.shared, quirk)
+    for step in (1, 2):
+        writer = backend.writer_on(quirky, overwrite=True, require_conditional_put=False)
+        save(state_at(step), writer)
+        assert loaded_step(backend.reader(), state_at(0)) == step
+    assert len([name for name in backend.names() if name.startswith(".dcpstore")]) == 1
+    writer = backend.writer_on(quirky, require_conditional_put=False)
+    failing(AlreadyExistsError, save, state_at(3), writer)
+
+
+@pytest.mark.parametrize("status", [501, 412])
+def test_an_s3_server_without_if_match_gets_advice_or_is_compared_first(
+    any_place: Place, status: int
+) -> None:
+    save(state_at(1), any_place.writer())
+    before = any_place.content()
+    code = {501: "NotImplemented", 412: "PreconditionFailed"}[status]
+    key = f"{any_place.name}/.metadata"
+    any_place.server.add_fault(Fault("PutObject", key=key, status=status, code=code, times=-1))
+    error = failing(StoreError, save, state_at(2), any_place.writer(overwrite=True))
+    assert "WriteConfig(require_conditional_put=False)" in error.message
+    assert any_place.content() == before
+
+    any_place.server.heal()
+    any_place.server.clear_requests()
+    fault = Fault("PutObject", key=key, status=status, code=code, times=3 if status == 412 else 1)
+    any_place.server.add_fault(fault)
+    save(state_at(2), any_place.writer(overwrite=True, require_conditional_put=False))
+    assert loaded_step(any_place.reader(), state_at(0)) == 2
+
+
+# Failures in `finish` --------------------------------------------------------------------------
+
+
+def test_planner_data_that_cannot_be_pickled_leaves_no_object() -> None:
+    backend = Backend()
+    writers = [backend.writer()]
+    planners, plans, metadata = plan_on_ranks(writers, [rank_state(1, 0)])
+    results = write_on_ranks(writers, planners, plans)
+    assert backend.names() != []
+    metadata.planner_data = lambda: None
+    failing(Exception, writers[0].finish, metadata, results)
+    assert backend.names() == []
+
+
+def test_a_planned_item_that_nobody_wrote_is_named_and_nothing_is_sealed() -> None:
+    backend = Backend()
+    writers = [backend.writer() for _ in range(2)]
+    planners, plans, metadata = plan_on_ranks(writers, [rank_state(1, 0), rank_state(1, 1)])
+    results = write_on_ranks(writers, planners, plans)
+    lost = results[1].pop(0)
+    error = failing(IncompatibleError, writers[0].finish, metadata, results)
+    assert repr(lost.index.fqn) in error.message
+    assert ".metadata" not in backend.names()
+
+
+def test_the_sweep_never_deletes_what_was_just_sealed(caplog: Any) -> None:
+    """Even if the old metadata, made by whomever, claims the new objects as its own."""
+    import pickle
+
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    backend = Backend()
+    places = {
+        MetadataIndex(name): _StorageInfo(name, 0, 1) for name in (".metadata", "__0_0.distcp")
+    }
+    backend.shared.put("__0_0.distcp", b"x")
+    backend.shared.put(".metadata", pickle.dumps(Metadata({}, storage_data=places)))
+    with caplog.at_level(logging.WARNING):
+        save(state_at(2), backend.writer(overwrite=True))
+    assert loaded_step(backend.reader(), state_at(0)) == 2
+    assert "__0_0.distcp" not in backend.names()
+
+
+def sealed_by_two_ranks(backend: Backend) -> Any:
+    """Save on two ranks; return rank 1's writer, which DCP never tells that all went well."""
+    writers = [backend.writer() for _ in range(2)]
+    save_on_ranks(writers, [rank_state(1, rank) for rank in range(2)])
+    return writers[1]
+
+
+def test_sweeping_after_a_save_that_was_sealed_after_all_deletes_nothing() -> None:
+    backend = Backend()
+    writer = sealed_by_two_ranks(backend)
+    before = backend.content()
+    assert writer.sweep_unsealed() == ()
+    assert backend.content() == before
+
+
+@pytest.mark.parametrize("kind", ["error", "denied"])
+@pytest.mark.parametrize("key", [".metadata", ".dcpstore-"])
+def test_sweeping_deletes_nothing_while_it_cannot_tell_what_is_sealed(key: str, kind: Any) -> None:
+    backend = Backend()
+    writer = sealed_by_two_ranks(backend)
+    before = backend.content()
+    store = FaultyStore(backend.shared, [StoreFault(kind, verb="get", key=key, times=None)])
+    writer._folder._store = store
+    left = writer.sweep_unsealed()
+    assert backend.content() == before
+    assert set(left) <= set(before)
+    assert left
+    store.revive()
+    assert writer.sweep_unsealed() == ()
+    assert backend.content() == before
+
+
+def test_two_ranks_that_store_different_values_under_one_key_are_refused() -> None:
+    backend = Backend()
+    writers = [backend.writer() for _ in range(2)]
+    states = [{"w": torch.full((3000,), float(rank))} for rank in range(2)]
+    planners, plans, metadata = plan_on_ranks(writers, states)
+    # A planner that keeps both copies, as one for rank-local state would.
+    plans = [
+        type(plan)(plans[0].items or plans[1].items, storage_data=plan.storage_data)
+        for plan in plans
+    ]
+    results = write_on_ranks(writers, planners, plans)
+    error = failing(IncompatibleError, writers[0].finish, metadata, results)
+    assert "'w'" in error.message
+    assert isinstance(error, CheckpointError)
+    assert backend.names() == []
