@@ -185,7 +185,9 @@ class WriteJob:
             sink.write(piece)
         sink.close()
         stream.end_checked()
-        descriptors = tuple(one.get_descriptor() for one in reversed(self._extensions))
+        # Readers undo them in this order: what wrote to the object last comes first. Stock
+        # writers record the reverse, so stock cannot load what it saved with two extensions.
+        descriptors = tuple(one.get_descriptor() for one in self._extensions)
         return self._whole_item(stream, start, kind, sizes, descriptors, None)
 
     def _whole_item(
