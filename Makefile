@@ -10,6 +10,7 @@ READY := $(VENV)/.ready
 # Two workers: the suite is built to fit two cores, and rank tests start processes of their own.
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint unit bench gpu campaign clean
