@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -131,3 +132,23 @@ def save_and_load(rank: int, endpoint_url: str, url: str, folder: Path) -> None:
 def _control(endpoint_url: str, what: str) -> Any:
     with urllib.request.urlopen(f"{endpoint_url}/_dcpstore/{what}", b"{}") as answer:
         return json.load(answer)
+
+
+def save_for_ever(endpoint_url: str, url: str, engine: str, first_step: int, events: Any) -> None:
+    """Save one step after another over the one before, saying what begins and what has ended."""
+    writer = ObjectStoreWriter(
+        url,
+        storage_options=options(endpoint_url),
+        overwrite=True,
+        config=WriteConfig(**{**SMALL, "engine": engine}),
+    )
+    for step in itertools.count(first_step):
+        state = state_at(step, is_multipart=True)
+        events.send(("began", step))
+        save(state, writer)
+        events.send(("ended", step))
+
+
+def pipe() -> Any:
+    """The two ends of a pipe between this process and another."""
+    return _context.Pipe(duplex=False)
