@@ -7,6 +7,7 @@ failure to the others.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -141,11 +142,56 @@ class RankFailures(CheckpointError):
 
     Args:
         step: The collective step that failed, such as ``"write"``.
-        causes: Cause per failing rank, as text.
+        causes: Cause per failing rank (a rank of the group that ran the step), as text.
+        tracebacks: The failing rank's own traceback as text, for ranks that raised rather than
+            fell silent.
+        pickled: The original exception of each rank where it pickles. Bytes, so that this
+            error itself always pickles.
     """
 
-    def __init__(self, step: str, causes: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        step: str,
+        causes: Mapping[int, str],
+        *,
+        tracebacks: Mapping[int, str] | None = None,
+        pickled: Mapping[int, bytes] | None = None,
+    ) -> None:
         self.step = step
-        self.causes = dict(causes)
-        lines = "\n".join(f"  rank {rank}: {cause}" for rank, cause in sorted(self.causes.items()))
-        super().__init__(f"step {step!r} failed on {len(self.causes)} rank(s):\n{lines}")
+        self.causes = dict(sorted(causes.items()))
+        self.tracebacks = dict(tracebacks or {})
+        self._pickled = dict(pickled or {})
+        super().__init__(f"step {step!r} failed on {len(self.causes)} rank(s):\n{self._lines()}")
+
+    @property
+    def exceptions(self) -> dict[int, BaseException]:
+        """The original exceptions, of those ranks whose exception pickles and unpickles here."""
+        found: dict[int, BaseException] = {}
+        for rank, data in self._pickled.items():
+            try:
+                error = pickle.loads(data)  # noqa: S301 - sent by a rank of this job
+            except Exception:  # noqa: BLE001, S112 - whatever it raises, there is still its text
+                continue
+            if isinstance(error, BaseException):
+                found[rank] = error
+        return found
+
+    def _lines(self) -> str:
+        """One line per cause; ranks with the same cause share one."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, cause in self.causes.items():
+            ranks_of.setdefault(cause, []).append(rank)
+        lines = [f"  {_name_ranks(ranks)}: {cause}" for cause, ranks in ranks_of.items()]
+        if len(lines) > _MAX_LINES:
+            lines[_MAX_LINES:] = [f"  and {len(lines) - _MAX_LINES} other causes, see `causes`"]
+        return "\n".join(lines)
+
+
+_MAX_LINES = 64
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(str(rank) for rank in ranks[:16])
+    return f"ranks {shown}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

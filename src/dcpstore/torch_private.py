@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store as Store
+    from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
@@ -184,3 +186,88 @@ def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]
     if isinstance(found, bool):  # torch before 2.10 logs the reasons and returns a verdict
         return [] if found else ["torch's log has the reasons"]
     return list(found)
+
+
+# --- collectives -------------------------------------------------------------------
+
+
+def process_group_store(group: ProcessGroup) -> Store:
+    """Return the store that the ranks of a process group share, in the group's namespace.
+
+    Later releases have a getter of the same content; the registry behind it is in all.
+
+    Raises:
+        KeyError: If the group was destroyed.
+    """
+    from torch.distributed import distributed_c10d
+
+    store: Store = distributed_c10d._world.pg_map[group][1]  # noqa: SLF001 - this module's job
+    return store
+
+
+def private_store_client(store: Store, timeout_s: float) -> Store:
+    """Return the same namespace on a connection of its own, so that no lock is shared.
+
+    The store itself where it is no server's client, or where torch cannot clone one (before
+    2.8): a caller that never blocks in it then waits at most for those that do.
+
+    Args:
+        store: Anything that `process_group_store` returns.
+        timeout_s: How long the new client waits for a key that is not there.
+    """
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import TCPStore
+
+    if not isinstance(_served_store(store), TCPStore) or not hasattr(store, "clone"):
+        return store
+    client: Store = store.clone()
+    client.set_timeout(timedelta(seconds=timeout_s))
+    return client
+
+
+def prefixed_store(prefix: str, store: Store) -> Store:
+    """Return a namespace of a store. Not private, but torch types it as if it were."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(prefix, store)
+
+
+def store_endpoint(store: Store) -> str:
+    """Name where a store is served, for messages only."""
+    served = _served_store(store)
+    host, port = getattr(served, "host", None), getattr(served, "port", None)
+    return type(served).__name__ if host is None else f"{host}:{port}"
+
+
+def _served_store(store: Store) -> Store:
+    from torch._C._distributed_c10d import PrefixStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def make_backend(kind: str, store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    """Connect ranks by a backend that no process group of the trainer knows of.
+
+    It is not registered with c10d: none of its names and counters move, from whichever
+    thread this is called. Its ``send`` and ``recv`` are what ``isend`` and ``irecv`` call.
+
+    Args:
+        kind: ``"gloo"`` or ``"nccl"``.
+        store: A namespace for these ranks and this backend alone.
+        rank: This rank.
+        size: Number of ranks.
+        timeout_s: How long to wait for the others, now and by default.
+    """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    if kind == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # noqa: SLF001 - the constructor takes none
+    return dist.ProcessGroupNCCL(store, rank, size, options)

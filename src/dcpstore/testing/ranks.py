@@ -1,0 +1,132 @@
+"""Ranks as threads of one process: the same groups and steps, without torch or processes.
+
+What differs from processes: memory is shared, so a transfer is one copy; and a thread cannot be
+killed, so a rank that falls silent is one that waits for an event of the test's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from dcpstore.collectives.board import MemoryBoard
+from dcpstore.collectives.bulk import BULK_BYTES
+from dcpstore.collectives.group import RankGroup
+from dcpstore.collectives.lanes import MemoryLanes, MemoryWires
+from dcpstore.collectives.verbs import BoardGroup
+
+__all__ = ["RankRun", "ThreadRanks", "run_ranks"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class RankRun(Generic[T]):
+    """What became of each rank.
+
+    Args:
+        results: What it returned.
+        errors: What it raised.
+        running: Ranks that had not ended when the wait was over.
+    """
+
+    results: dict[int, T] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    running: list[int] = field(default_factory=list)
+
+    def values(self) -> list[T]:
+        """Return the results by rank.
+
+        Raises:
+            BaseException: The error of the lowest failing rank, if any failed.
+            TimeoutError: If a rank still runs.
+        """
+        for _, error in sorted(self.errors.items()):
+            raise error
+        if self.running:
+            raise TimeoutError(f"ranks {self.running} still run")
+        return [self.results[rank] for rank in sorted(self.results)]
+
+
+class ThreadRanks:
+    """What ranks that are threads share; makes one group per rank.
+
+    Args:
+        size: Number of ranks.
+        coordinator: The rank that reduces.
+        deadline_s: Seconds a step may take.
+        bulk_bytes: Values larger than this go by lane.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        coordinator: int = 0,
+        deadline_s: float = 30.0,
+        bulk_bytes: int = BULK_BYTES,
+    ) -> None:
+        self.board = MemoryBoard()
+        self._wires = MemoryWires()
+        self._size = size
+        self._coordinator = coordinator
+        self._deadline_s = deadline_s
+        self._bulk_bytes = bulk_bytes
+
+    def group(self, rank: int) -> BoardGroup:
+        """Make the group of one rank. To be used by one thread at a time."""
+        return BoardGroup(
+            self.board,
+            rank=rank,
+            size=self._size,
+            coordinator=self._coordinator,
+            deadline_s=self._deadline_s,
+            namespace="threads",
+            lane_maker=lambda name, _: MemoryLanes(name, rank, self._wires),
+            bulk_bytes=self._bulk_bytes,
+        )
+
+    def run(self, fn: Callable[[RankGroup], T], *, wait_s: float | None = None) -> RankRun[T]:
+        """Run ``fn(group)`` on every rank and wait for all.
+
+        Args:
+            fn: Gets the rank's group, open for as long as it runs.
+            wait_s: Seconds to wait for the ranks; None waits for as long as it takes. Threads
+                that still run then are left behind; they do not keep the process alive.
+        """
+        run: RankRun[T] = RankRun()
+
+        def work(rank: int) -> None:
+            try:
+                with self.group(rank) as group:
+                    run.results[rank] = fn(group)
+            except BaseException as error:  # noqa: BLE001 - a rank's boundary: kept for the test
+                run.errors[rank] = error
+
+        threads = [
+            threading.Thread(target=work, args=(rank,), name=f"rank-{rank}", daemon=True)
+            for rank in range(self._size)
+        ]
+        for thread in threads:
+            thread.start()
+        end = None if wait_s is None else time.monotonic() + wait_s
+        for thread in threads:
+            thread.join(None if end is None else max(end - time.monotonic(), 0))
+        run.running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        return run
+
+
+def run_ranks(
+    size: int,
+    fn: Callable[[RankGroup], T],
+    *,
+    coordinator: int = 0,
+    deadline_s: float = 30.0,
+    wait_s: float | None = None,
+) -> RankRun[T]:
+    """Run ``fn(group)`` on as many threads as ranks; see `ThreadRanks`."""
+    ranks = ThreadRanks(size, coordinator=coordinator, deadline_s=deadline_s)
+    return ranks.run(fn, wait_s=wait_s)
