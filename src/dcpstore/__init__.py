@@ -31,7 +31,11 @@ from dcpstore.errors import (
 )
 
 if TYPE_CHECKING:
+    from dcpstore.loading import load
+    from dcpstore.planners import LoadPlanner, SavePlanner
     from dcpstore.reader import ObjectStoreReader
+    from dcpstore.report import LoadResult, SaveResult
+    from dcpstore.saving import save
     from dcpstore.writer import ObjectStoreWriter
 
 __all__ = [
@@ -42,20 +46,32 @@ __all__ = [
     "ConflictError",
     "CorruptError",
     "IncompatibleError",
+    "LoadPlanner",
+    "LoadResult",
     "NotFoundError",
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "RankFailures",
     "ReadConfig",
+    "SavePlanner",
+    "SaveResult",
     "StoreError",
     "WriteConfig",
+    "load",
+    "save",
 ]
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "LoadPlanner": "dcpstore.planners",
+    "LoadResult": "dcpstore.report",
     "ObjectStoreReader": "dcpstore.reader",
     "ObjectStoreWriter": "dcpstore.writer",
+    "SavePlanner": "dcpstore.planners",
+    "SaveResult": "dcpstore.report",
+    "load": "dcpstore.loading",
+    "save": "dcpstore.saving",
 }
 
 

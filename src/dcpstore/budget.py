@@ -80,8 +80,13 @@ class SlabPool(Generic[T]):
     def __init__(self, num_slabs: int, make_slab: Callable[[], T]) -> None:
         # SimpleQueue.put is reentrant, hence safe in the finalizer that returns a slab.
         self._free: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self._unmade = num_slabs
+        self._num_slabs = self._unmade = num_slabs
         self._make_slab = make_slab
+
+    @property
+    def num_made(self) -> int:
+        """Slabs that exist."""
+        return self._num_slabs - self._unmade
 
     def acquire(self, *, cancelled: Callable[[], bool] = lambda: False) -> T:
         """Take a free slab, waiting for one if need be. One thread at a time may call this.

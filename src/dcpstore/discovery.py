@@ -13,6 +13,7 @@ A rank's own ``__{rank}.metadata`` (``use_collectives=False``) is read when DCP 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ from dcpstore.metadata import metadata_from_manifest, stock_items
 from dcpstore.store.base import Store
 from dcpstore.trust import load_metadata_pickle
 
-__all__ = ["Discovered", "discover", "find_metadata"]
+__all__ = ["Discovered", "discover"]
+
+logger = logging.getLogger(__name__)
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -86,11 +89,6 @@ class Discovered:
         return metadata
 
 
-def find_metadata(store: Store, config: ReadConfig, *, rank: int | None = None) -> Metadata:
-    """Return the metadata of the checkpoint in a folder; see `discover`."""
-    return discover(store, config, rank=rank).open(config)
-
-
 def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Discovered:
     """Read what tells everything about the checkpoint in a folder.
 
@@ -129,24 +127,37 @@ def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Di
 
 
 def _read_sealed(store: Store, key: str) -> Discovered:
-    for is_last_try in (False, True):
-        data = store.get(key).data
+    """Read metadata and manifest; what does not fit together gets one second chance.
+
+    It may have been damaged on the way, or an overwrite swept the manifest between the two
+    requests: then the metadata is new.
+    """
+    try:
+        return _read_once(store, key)
+    except CorruptError as error:
+        logger.warning("%s; reading it again in case it was damaged on the way", error)
+        return _read_once(store, key)
+
+
+def _read_once(store: Store, key: str) -> Discovered:
+    data = store.get(key).data
+    try:
         seal = read_seal(data)
-        if seal is None:
-            return Discovered(store.url, key, pickled=bytes(data))
-        try:
-            manifest = _read_manifest(store, seal)
-        except NotFoundError as error:
-            # An overwrite may have swept it between the two requests: then .metadata is new.
-            if not is_last_try:
-                continue
-            raise CorruptError(
-                f"{store.url}: {key} is sealed, but its manifest {seal.manifest_key} is gone",
-                key=seal.manifest_key,
-            ) from error
-        needs_pickle = has_other_planner_data(manifest)
-        return Discovered(store.url, key, manifest, bytes(data) if needs_pickle else None)
-    raise AssertionError("unreachable")
+    except CorruptError as error:
+        raise CorruptError(
+            f"{store.url}: {key}: {error}", key=key, start=0, end=len(data)
+        ) from error
+    if seal is None:
+        return Discovered(store.url, key, pickled=bytes(data))
+    try:
+        manifest = _read_manifest(store, seal)
+    except NotFoundError as error:
+        raise CorruptError(
+            f"{store.url}: {key} is sealed, but its manifest {seal.manifest_key} is gone",
+            key=seal.manifest_key,
+        ) from error
+    needs_pickle = has_other_planner_data(manifest)
+    return Discovered(store.url, key, manifest, bytes(data) if needs_pickle else None)
 
 
 def _read_manifest(store: Store, seal: Seal) -> bytes:

@@ -15,10 +15,11 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
@@ -31,6 +32,9 @@ from dcpstore.format.head import HEAD_BYTES, NeedMoreBytes, parse_record_head
 from dcpstore.format.tensors import decode_opaque
 from dcpstore.manifest import StoredItem
 from dcpstore.planning.reads import Piece, Request, join_pieces, plan_pieces
+from dcpstore.planning.sharing import Units
+from dcpstore.progress import Meter
+from dcpstore.ranges import ByteRange
 from dcpstore.slots import (
     Slot,
     as_raw,
@@ -38,6 +42,7 @@ from dcpstore.slots import (
     copy_decoded,
     copy_piece,
     make_slots,
+    needed_bytes,
     window,
 )
 from dcpstore.store.base import Store
@@ -64,6 +69,7 @@ class ReadStats:
         num_requests: Ranged GETs of data objects, retries not counted.
         needed_bytes: Bytes of the elements wanted.
         fetched_bytes: Bytes asked for.
+        received_bytes: Bytes that other ranks fetched and sent here.
         peak_bytes: Most fetched bytes held at a time.
     """
 
@@ -72,6 +78,7 @@ class ReadStats:
     num_requests: int = 0
     needed_bytes: int = 0
     fetched_bytes: int = 0
+    received_bytes: int = 0
     peak_bytes: int = 0
 
 
@@ -84,6 +91,7 @@ class ReadJob:
         metadata: Of the checkpoint.
         items: Where everything lies.
         registry: DCP's extension registry; None for torch's own.
+        meter: Counts the bytes delivered.
     """
 
     def __init__(
@@ -93,12 +101,14 @@ class ReadJob:
         metadata: Metadata,
         items: Mapping[MetadataIndex, StoredItem],
         registry: Any = None,
+        meter: Meter | None = None,
     ) -> None:
         self._store = store
         self._config = config
         self._metadata = metadata
         self._items = items
         self._registry = registry
+        self._meter = meter or Meter("load")
         self._budget = ByteBudget(config.budget_bytes)
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
         self._failed = threading.Event()
@@ -117,7 +127,7 @@ class ReadJob:
         if error is not None:
             self._failed.set()
         self._executor.shutdown(wait=True)
-        self.stats.peak_bytes = self._budget.peak_bytes
+        self.stats.peak_bytes = max(self.stats.peak_bytes, self._budget.peak_bytes)
         if self._num_touched and isinstance(error, CheckpointError):
             note = "targets already hold loaded values: load again, or do not use them"
             error.args = (f"{error.message}. Some of the {self.stats.num_targets} {note}",)
@@ -147,6 +157,7 @@ class ReadJob:
         )
         self._pieces = pieces.by_key
         self.stats.needed_bytes += pieces.needed_bytes
+        self._meter.expect(pieces.needed_bytes)
         for number, slot in enumerate(self._slots):
             slot.missing = pieces.per_slot[number]
             if slot.missing == 0:  # no elements, hence no request
@@ -204,6 +215,48 @@ class ReadJob:
         return remote
 
     # --- requests --------------------------------------------------------------------
+
+    def units(self, object_numbers: Mapping[str, int]) -> Units:
+        """Return the distinct ranges that this rank wants, as rows (object, start, end)."""
+        rows = {
+            (object_numbers[key], *piece.fetch)
+            for key, pieces in self._pieces.items()
+            for piece in pieces
+        }
+        return np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)
+
+    def take(self, key: str, span: ByteRange) -> Request:
+        """Take the pieces that lie inside a range out of what this rank fetches itself."""
+        inside: list[Piece] = []
+        outside: list[Piece] = []
+        for piece in self._pieces.get(key, ()):
+            is_inside = span.start <= piece.fetch.start and piece.fetch.end <= span.end
+            (inside if is_inside else outside).append(piece)
+        self._pieces[key] = outside
+        return Request(key, span, tuple(inside))
+
+    def note_held(self, num_bytes: int) -> None:
+        """Count bytes that are held outside the budget's own book."""
+        self.stats.peak_bytes = max(self.stats.peak_bytes, num_bytes)
+
+    def fetch(self, request: Request) -> Future[memoryview]:
+        """Begin to fetch a range for this rank and others; the bytes come back verified."""
+        self._count(request)
+        return self._executor.submit(self._get_verified, request)
+
+    def deliver(self, request: Request, data: memoryview) -> Future[None]:
+        """Begin to copy bytes that another rank, or `fetch`, got to their targets."""
+        return self._executor.submit(self._deliver_checked, request, data)
+
+    def _deliver_checked(self, request: Request, data: memoryview) -> None:
+        error = self._first_bad(request, data)
+        if error is not None:
+            raise error
+        self._deliver(request, data)
+
+    def commit_complete(self, planner: LoadPlanner) -> None:
+        """Tell the planner of every target that is complete. In the caller's thread."""
+        self._drain(planner)
 
     def fetch_rest(self, planner: LoadPlanner) -> None:
         """Fetch and deliver every piece that was not taken out, and commit what is complete."""
@@ -284,6 +337,7 @@ class ReadJob:
         with torch.inference_mode(self._is_inference):
             for piece in request.pieces:
                 slot = self._slots[piece.slot]
+                self._meter.advance(needed_bytes(piece, slot.item))
                 if piece.box is not None:
                     self._num_touched += 1
                     copy_piece(piece, window(data, request, piece.fetch), slot)

@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcpstore.config import ReadConfig
-from dcpstore.discovery import find_metadata
+from dcpstore.discovery import Discovered, discover
 from dcpstore.errors import CheckpointError, NotFoundError
 from dcpstore.fetch import ReadJob, ReadStats
 from dcpstore.folder import Folder
 from dcpstore.manifest import StoredItem
 from dcpstore.metadata import stock_items
+from dcpstore.progress import Meter
 from dcpstore.store.base import Store
 from dcpstore.store.opening import open_store
 
@@ -112,6 +113,33 @@ class ObjectStoreReader(StorageReader):
             self._folder.move(checkpoint_id)
         self._begin()
 
+    @property
+    def config(self) -> ReadConfig:
+        """Sizes, bounds, casts and trust."""
+        return self._config
+
+    def discover(self, *, rank: int | None = None) -> Discovered:
+        """Read what tells everything about the checkpoint, to be opened here or elsewhere.
+
+        Raises: as `read_metadata`.
+        """
+        return discover(self._folder.open(), self._config, rank=rank)
+
+    def open_metadata(self, discovered: Discovered) -> Metadata:
+        """Open what `discover` read, on this or another rank. No I/O."""
+        metadata = discovered.open(self._config)
+        metadata.storage_meta.load_id = self._load_id  # type: ignore[union-attr]
+        return metadata
+
+    def open_job(self, meter: Meter | None = None) -> ReadJob:
+        """Begin to read what `set_up_storage_reader` was told of. Use as a context manager."""
+        assert self._metadata is not None, "set_up_storage_reader comes first"
+        job = ReadJob(
+            self._folder.open(), self._config, self._metadata, self._items, self._registry, meter
+        )
+        self.last_read = job.stats
+        return job
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the checkpoint's metadata, or with ``rank=`` that rank's own.
 
@@ -126,14 +154,12 @@ class ObjectStoreReader(StorageReader):
             # DCP falls back to per-rank metadata after any error; this one is the cause.
             raise self._metadata_error
         try:
-            metadata = find_metadata(self._folder.open(), self._config, rank=rank)
+            return self.open_metadata(self.discover(rank=rank))
         except NotFoundError:
             raise
         except CheckpointError as error:
             self._metadata_error = error
             raise
-        metadata.storage_meta.load_id = self._load_id  # type: ignore[union-attr]
-        return metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -166,12 +192,7 @@ class ObjectStoreReader(StorageReader):
             NotFoundError: If an object is gone.
             StoreError: If the store refuses.
         """
-        assert self._metadata is not None, "set_up_storage_reader comes first"
-        job = ReadJob(
-            self._folder.open(), self._config, self._metadata, self._items, self._registry
-        )
-        self.last_read = job.stats
-        with job:
+        with self.open_job() as job:
             job.run(plan.items, planner)
         future: Future[None] = Future()
         future.set_result(None)

@@ -13,12 +13,21 @@ from dcpstore.format.copying import copy_box_in
 from dcpstore.format.dtypes import dtype_from_name, dtype_name, item_bytes
 from dcpstore.format.head import HeadAnswer, NeedMoreBytes
 from dcpstore.manifest import StoredItem
-from dcpstore.planning.boxes import row_major_strides
+from dcpstore.planning.boxes import num_elements, row_major_strides
 from dcpstore.planning.reads import Piece, Request, Want
 from dcpstore.ranges import ByteRange
 from dcpstore.targets import Target
 
-__all__ = ["Slot", "as_raw", "copy_box", "copy_decoded", "copy_piece", "make_slots", "window"]
+__all__ = [
+    "Slot",
+    "as_raw",
+    "copy_box",
+    "copy_decoded",
+    "copy_piece",
+    "make_slots",
+    "needed_bytes",
+    "window",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +120,13 @@ def as_raw(item: StoredItem, head: HeadAnswer) -> StoredItem:
         dtype=dtype_name(tensor.dtype),
         sizes=tensor.shape,
     )
+
+
+def needed_bytes(piece: Piece, item: StoredItem) -> int:
+    """Return how many of a piece's bytes were asked for, holes and whole blocks left out."""
+    if piece.box is None:
+        return piece.span.num_bytes
+    return num_elements(piece.box.sizes) * item_bytes(item.dtype)
 
 
 def window(data: memoryview, request: Request, wanted: ByteRange) -> memoryview:

@@ -26,6 +26,7 @@ from dcpstore.errors import CorruptError
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.copying import copy_bytes_out
 from dcpstore.manifest import DataObject
+from dcpstore.progress import Meter
 from dcpstore.store.base import Buffer, Store
 
 __all__ = ["ObjectStream", "Uploads"]
@@ -170,10 +171,14 @@ class Uploads:
         store: Rooted at the checkpoint's folder.
         config: Sizes and bounds.
         pin: Allocate page-locked slabs, for copies from a CUDA device.
+        meter: Counts the bytes handed to the store.
     """
 
-    def __init__(self, store: Store, config: WriteConfig, *, pin: bool) -> None:
+    def __init__(
+        self, store: Store, config: WriteConfig, *, pin: bool, meter: Meter | None = None
+    ) -> None:
         self._store = store
+        self._meter = meter or Meter("save")
         self._config = config
         self._pin = pin
         num_slabs = config.budget_bytes // config.part_bytes
@@ -183,6 +188,12 @@ class Uploads:
         self._open: ObjectStream | None = None
         self._futures: dict[str, Future[DataObject]] = {}
         self.objects: dict[str, DataObject] = {}
+        self.num_requests = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory that the slabs took."""
+        return self._pool.num_made * self._config.part_bytes
 
     @property
     def keys(self) -> list[str]:
@@ -225,7 +236,9 @@ class Uploads:
     def _wait(self) -> None:
         self._raise_cause()
         for key, future in self._futures.items():
-            self.objects[key] = future.result()
+            self.objects[key] = stored = future.result()
+            num_parts = max(1, -(-stored.size_bytes // self._config.part_bytes))
+            self.num_requests += num_parts + 2 if num_parts > 1 else 1
 
     def _abort(self, error: BaseException) -> None:
         self._failed.set()
@@ -272,12 +285,14 @@ class Uploads:
             if self._failed.is_set():
                 break
             part.wait_and_check()
-            sent.num_bytes += part.num_bytes
+            num_bytes = part.num_bytes
+            sent.num_bytes += num_bytes
             lease = self._pool.lease(part.slab, part.slab.array[: part.num_bytes])
             view = lease.data
             del lease, part
             yield view
             del view
+            self._meter.advance(num_bytes)
         if self._failed.is_set():
             raise Cancelled
 

@@ -23,11 +23,12 @@ from dcpstore.format.record import plan_record
 from dcpstore.format.tensors import encode_opaque, is_plain, to_plain
 from dcpstore.manifest import DataObject, ItemKind, StoredItem
 from dcpstore.planning.pack import plan_objects
+from dcpstore.progress import Meter
 from dcpstore.ranges import ByteRange
 from dcpstore.store.base import Store
 from dcpstore.upload import ObjectStream, Uploads
 
-__all__ = ["WriteJob", "Written"]
+__all__ = ["WriteJob", "WriteStats", "Written"]
 
 _RECORD_OVERHEAD_BYTES = 700  # for packing only; the true size is known when it is written
 _SCRATCH_BYTES = 1 << 20
@@ -50,6 +51,23 @@ class _Draft:
     checksummer: BlockChecksummer
 
 
+@dataclass(slots=True)
+class WriteStats:
+    """What one rank's part of a save did.
+
+    Attributes:
+        num_objects: Data objects stored.
+        num_requests: Puts, parts included and their beginning and end; retries not counted.
+        stored_bytes: Bytes of the objects.
+        peak_bytes: Memory that bytes on their way took.
+    """
+
+    num_objects: int = 0
+    num_requests: int = 0
+    stored_bytes: int = 0
+    peak_bytes: int = 0
+
+
 class WriteJob:
     """One rank's part of one save.
 
@@ -59,6 +77,7 @@ class WriteJob:
         extensions: DCP stream transforms for every item.
         planner: Resolves items to data; called in the calling thread only.
         save_id: Part of every key.
+        meter: Counts the bytes handed to the store.
     """
 
     def __init__(
@@ -68,21 +87,27 @@ class WriteJob:
         extensions: Sequence[Any],
         planner: SavePlanner,
         save_id: str,
+        meter: Meter | None = None,
     ) -> None:
         self._store = store
         self._config = config
         self._extensions = extensions
         self._planner = planner
         self._save_id = save_id
+        self._meter = meter or Meter("save")
         self._inline_bytes = 0
         self.keys: list[str] = []
         """Every key that this job may have put."""
+        self.stats = WriteStats()
 
     def run(self, items: Sequence[WriteItem], rank: int | None) -> list[WriteResult]:
         """Write all items; return one result per item."""
         drafts: list[_Draft] = []
         sizes = [_expected_bytes(item) for item in items]
-        uploads = Uploads(self._store, self._config, pin=torch.cuda.is_available())
+        uploads = Uploads(
+            self._store, self._config, pin=torch.cuda.is_available(), meter=self._meter
+        )
+        self._meter.expect(sum(sizes))
         with uploads:
             for number, positions in enumerate(plan_objects(sizes, self._config.object_bytes)):
                 key = keys.data_key(rank or 0, number, self._save_id)
@@ -90,6 +115,12 @@ class WriteJob:
                 stream = uploads.open(key)
                 drafts.extend(self._write(stream, items[position]) for position in positions)
                 stream.finish()
+        self.stats = WriteStats(
+            num_objects=len(uploads.objects),
+            num_requests=uploads.num_requests,
+            stored_bytes=sum(stored.size_bytes for stored in uploads.objects.values()),
+            peak_bytes=uploads.peak_bytes,
+        )
         return [self._result(draft, uploads.objects[draft.item.key]) for draft in drafts]
 
     def _result(self, draft: _Draft, stored: DataObject) -> WriteResult:

@@ -45,11 +45,12 @@ from dcpstore.metadata import (
     stock_items,
     stock_storage_data,
 )
+from dcpstore.progress import Meter
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
 from dcpstore.torch_private import dcp_format_version
 from dcpstore.trust import load_metadata_pickle
-from dcpstore.write_job import WriteJob, Written
+from dcpstore.write_job import WriteJob, WriteStats, Written
 
 __all__ = ["ObjectStoreWriter"]
 
@@ -97,6 +98,7 @@ class ObjectStoreWriter(StorageWriter):
         self._folder = Folder(url, storage_options, self._config, store_opener)
         self._overwrite = overwrite
         self._extensions = tuple(extensions)
+        self._meter: Meter | None = None
         self._begin()
 
     def __repr__(self) -> str:
@@ -110,6 +112,8 @@ class ObjectStoreWriter(StorageWriter):
         self._use_collectives = True
         self._found: Found | None = None
         self._keys: list[str] = []
+        self.last_write: WriteStats | None = None
+        """What the last `write_data` of this rank did; None before it."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -121,6 +125,7 @@ class ObjectStoreWriter(StorageWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._meter = None
         self._begin()
 
     @property
@@ -142,6 +147,10 @@ class ObjectStoreWriter(StorageWriter):
         if checkpoint_id is not None:
             self._folder.move(checkpoint_id)
         self._begin()
+
+    def watch(self, meter: Meter | None) -> None:
+        """Tell a meter of the bytes of coming saves; None for nobody."""
+        self._meter = meter
 
     def storage_meta(self) -> StorageMeta:
         """Return the URL and the id of the coming save."""
@@ -205,13 +214,14 @@ class ObjectStoreWriter(StorageWriter):
         self._is_save_id_used = True
         store = self._folder.open()
         rank = plan.storage_data.rank if isinstance(plan.storage_data, _RankNumber) else None
-        job = WriteJob(store, self._config, self._extensions, planner, self._save_id)
+        job = WriteJob(store, self._config, self._extensions, planner, self._save_id, self._meter)
         try:
             results = job.run(plan.items, self._rank if rank is None else rank)
         except BaseException:
             sweep(store, job.keys, why="this failed save")
             raise
         self._keys = job.keys
+        self.last_write = job.stats
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

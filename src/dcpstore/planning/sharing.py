@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from dcpstore.ranges import ByteRange
 
-__all__ = ["Bundle", "SharePlan", "plan_sharing"]
+__all__ = ["Bundle", "SharePlan", "Units", "plan_sharing"]
 
 Units = npt.NDArray[np.int64]
 """Fetch ranges of one rank: rows of (object number, start, end)."""

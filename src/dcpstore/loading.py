@@ -1,0 +1,278 @@
+"""`load`: the whole of DCP's load protocol, driven by us.
+
+Call order, as the docstrings of DCP's ``LoadPlanner`` and ``StorageReader`` promise it:
+
+1. (coordinator) read the metadata; every rank is sent it and opens it. With a reader that is
+   not ours: (all ranks) ``reader.read_metadata``
+2. (all ranks) ``planner.set_up_planner``, ``reader.set_up_storage_reader``,
+   ``planner.create_local_plan``, ``reader.prepare_local_plan``
+3. (coordinator) ``planner.create_global_plan``, ``reader.prepare_global_plan``; not where both
+   are ours and would return the plans as they are
+4. (all ranks) ``planner.finish_plan``, then read: what several ranks want is fetched by one of
+   them and shared. With a reader that is not ours: ``reader.read_data``
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+
+from dcpstore.collectives import RankGroup, steps
+from dcpstore.config import ReadConfig
+from dcpstore.discovery import Discovered
+from dcpstore.errors import ConfigError, NotFoundError
+from dcpstore.fetch import ReadStats
+from dcpstore.planners import LoadPlanner
+from dcpstore.planners.rules import Strictness
+from dcpstore.progress import Meter, ProgressCallback, show_progress
+from dcpstore.protocol import Ranks, call_set_up, join_ranks, plain_cause_of_one, run_on_all
+from dcpstore.reader import ObjectStoreReader
+from dcpstore.report import LoadResult, Phases, Transfer
+from dcpstore.share import SharePolicy, fetch_shared, plan_shares
+
+__all__ = ["load"]
+
+
+def load(
+    state_dict: MutableMapping[str, Any],
+    url: str | os.PathLike[str] | None = None,
+    *,
+    planner: DcpLoadPlanner | None = None,
+    process_group: Ranks = None,
+    strict: Strictness = True,
+    storage_options: Mapping[str, Any] | None = None,
+    config: ReadConfig | None = None,
+    storage_reader: StorageReader | None = None,
+    share: SharePolicy = "auto",
+    coordinator_rank: int = 0,
+    deadline_s: float = 1800.0,
+    progress: ProgressCallback | bool | None = None,
+) -> LoadResult:
+    """Load into a state dict, in place. All ranks of the group call it; collective.
+
+    Keys, shapes and dtypes are compared on all ranks before any data is read. If any rank
+    fails, every rank raises, before the deadline, naming each failing rank and its cause.
+
+    Args:
+        state_dict: Nested; tensors are filled in place, values replaced, ``Stateful`` values
+            given their loaded state.
+        url: Folder of the checkpoint.
+        planner: Any DCP load planner; None for `dcpstore.planners.LoadPlanner`.
+        process_group: The ranks that load together; None for all, or for this process
+            alone where torch.distributed is not initialised. An open `RankGroup` will do.
+        strict: Whether a key that the checkpoint lacks is an error: for all, or per prefix.
+        storage_options: fsspec's options for the URL's protocol.
+        config: Sizes, bounds, retries, casts and trust.
+        storage_reader: Any DCP storage reader, instead of ``url`` and the options above.
+        share: Whether ranks that want the same bytes fetch them once and share them: where
+            it pays, always, or never.
+        coordinator_rank: Rank of the group that reads the metadata and plans.
+        deadline_s: Most seconds that one step (planning, a wave of reads) may take.
+        progress: A callback on every rank; True for a bar on the coordinator; None for one if
+            standard error is a terminal.
+
+    Raises:
+        RankFailures: On every rank of several, if any failed.
+        CheckpointError: The cause itself, where there is but one rank.
+        ConfigError: If the arguments do not fit together.
+    """
+    if share not in ("auto", "always", "never"):
+        raise ConfigError(f"share={share!r} must be 'auto', 'always' or 'never'")
+    if planner is not None and strict is not True:
+        raise ConfigError("strict belongs to the planner that load would make; tell your planner")
+    with join_ranks(process_group, coordinator_rank, deadline_s) as group:
+        reader = _reader(url, storage_reader, storage_options, config)
+        job = _LoadJob(group, reader, planner or LoadPlanner(strict=strict), share)
+        showing = show_progress("load", progress, is_coordinator=group.is_coordinator)
+        with plain_cause_of_one(group), showing as meter:
+            return job.run(state_dict, meter)
+
+
+def _reader(
+    url: str | os.PathLike[str] | None,
+    reader: StorageReader | None,
+    storage_options: Mapping[str, Any] | None,
+    config: ReadConfig | None,
+) -> StorageReader:
+    if reader is None:
+        if url is None:
+            raise ConfigError("load needs a url or a storage_reader")
+        return ObjectStoreReader(url, storage_options=storage_options, config=config)
+    if storage_options is not None or config is not None:
+        raise ConfigError(
+            "storage_options and config belong to the reader that load would make; give them to"
+            " your storage_reader instead"
+        )
+    if url is not None:
+        reader.reset(url)
+    return reader
+
+
+class _LoadJob:
+    """One rank's way through a load."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        reader: StorageReader,
+        planner: DcpLoadPlanner,
+        policy: SharePolicy,
+    ) -> None:
+        self._group = group
+        self._reader = reader
+        self._planner = planner
+        self._policy = policy
+        self._phases = Phases()
+        self._meter = Meter("load")
+        self._sharing = "not shared: the reader is not dcpstore's"
+
+    def run(self, state_dict: MutableMapping[str, Any], meter: Meter) -> LoadResult:
+        self._meter = meter
+        state = {
+            key: value.state_dict() if isinstance(value, Stateful) else value
+            for key, value in sorted(state_dict.items())
+        }
+        with self._phases.phase("metadata"):
+            metadata, is_global = self._read_metadata()
+        with self._phases.phase("plan"):
+            plan = self._plan(state, metadata)
+        with self._phases.phase("read"):
+            if isinstance(self._reader, ObjectStoreReader):
+                stats = self._read_ours(self._reader, plan, metadata, is_global)
+            else:
+                stats = self._read_foreign(plan)
+        for key, value in state.items():
+            target = state_dict[key]
+            if isinstance(target, Stateful):
+                target.load_state_dict(value)
+            else:
+                state_dict[key] = value
+        return self._result(plan, metadata, stats)
+
+    def _read_metadata(self) -> tuple[Metadata, bool]:
+        """Return the metadata, and whether it is that of all ranks together."""
+        reader = self._reader
+        if not isinstance(reader, ObjectStoreReader):
+            read: list[Metadata] = []
+            run_on_all(self._group, "read metadata", lambda: read.append(reader.read_metadata()))
+            return read[0], True
+
+        def look() -> Discovered | NotFoundError:
+            try:
+                return reader.discover()
+            except NotFoundError as error:
+                return error
+
+        found = steps.broadcast(self._group, "read metadata", look)
+        if isinstance(found, Discovered):
+            return reader.open_metadata(found), True
+        return reader.open_metadata(self._read_own_metadata(reader, found)), False
+
+    def _read_own_metadata(self, reader: ObjectStoreReader, absent: NotFoundError) -> Discovered:
+        """Look for this rank's own metadata, as a save with use_collectives=False leaves it."""
+        own: list[Discovered] = []
+
+        def look() -> None:
+            try:
+                own.append(reader.discover(rank=self._group.rank))
+            except NotFoundError:
+                raise absent from None
+
+        run_on_all(self._group, "read each rank's metadata", look)
+        return own[0]
+
+    def _plan(self, state: dict[str, Any], metadata: Metadata) -> LoadPlan:
+        def locally() -> LoadPlan:
+            is_coordinator = self._group.is_coordinator
+            self._planner.set_up_planner(state, metadata, is_coordinator)
+            call_set_up(
+                self._reader.set_up_storage_reader,
+                metadata,
+                is_coordinator,
+                rank=self._group.rank,
+                use_collectives=True,
+            )
+            return self._reader.prepare_local_plan(self._planner.create_local_plan())
+
+        def globally(plans: list[LoadPlan]) -> list[LoadPlan]:
+            return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
+
+        if self._needs_global_plan():
+            plan = steps.reduce_scatter(self._group, "plan", locally, globally)
+        else:
+            made: list[LoadPlan] = []
+            run_on_all(self._group, "plan", lambda: made.append(locally()))
+            plan = made[0]
+        return self._planner.finish_plan(plan)
+
+    def _needs_global_plan(self) -> bool:
+        """Ours return the plans as they are, so sending them to the coordinator is for nothing."""
+        return not (
+            isinstance(self._reader, ObjectStoreReader)
+            and type(self._reader).prepare_global_plan is ObjectStoreReader.prepare_global_plan
+            and type(self._planner).create_global_plan is LoadPlanner.create_global_plan
+        )
+
+    def _read_ours(
+        self, reader: ObjectStoreReader, plan: LoadPlan, metadata: Metadata, is_global: bool
+    ) -> ReadStats:
+        with reader.open_job(self._meter) as job:
+            run_on_all(self._group, "check targets", lambda: job.prepare(plan.items, self._planner))
+            keys = sorted({item.key for item in metadata.storage_data.values()})
+            numbers = {key: number for number, key in enumerate(keys)}
+            sharing = plan_shares(
+                self._group,
+                job,
+                numbers,
+                reader.config,
+                self._policy if is_global else "never",
+            )
+            self._sharing = sharing.reason
+            if sharing.plan is not None:
+                fetch_shared(self._group, job, sharing.plan, keys, self._planner)
+            run_on_all(self._group, "read", lambda: job.fetch_rest(self._planner))
+        return job.stats
+
+    def _read_foreign(self, plan: LoadPlan) -> ReadStats:
+        run_on_all(self._group, "read", lambda: self._reader.read_data(plan, self._planner).wait())
+        return ReadStats()
+
+    def _result(self, plan: LoadPlan, metadata: Metadata, stats: ReadStats) -> LoadResult:
+        own = Transfer(
+            stats.num_requests,
+            stats.needed_bytes,
+            stats.fetched_bytes,
+            stats.received_bytes,
+            stats.peak_bytes,
+        )
+        job = Transfer.total(steps.all_gather(self._group, "report", lambda: own))
+        planned = sorted({item.storage_index.fqn for item in plan.items})
+        result = LoadResult(
+            url=str(getattr(self._reader, "checkpoint_id", "")),
+            loaded=tuple(planned),
+            missing=(),
+            unexpected=tuple(sorted(metadata.state_dict_metadata.keys() - set(planned))),
+            cast={},
+            rank=own,
+            job=job,
+            sharing=self._sharing,
+            seconds=dict(self._phases.seconds),
+        )
+        if not isinstance(self._planner, LoadPlanner):
+            return result
+        keys = self._planner.report
+        return replace(
+            result,
+            loaded=tuple(keys.loaded),
+            missing=tuple(keys.missing),
+            unexpected=tuple(keys.unexpected),
+            cast=dict(keys.cast),
+        )

@@ -1,0 +1,174 @@
+"""What a save and a load did: results that print as a short table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+
+import torch
+
+__all__ = ["LoadResult", "Phases", "SaveResult", "Transfer"]
+
+
+class Phases:
+    """Seconds per phase, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase; one that comes twice adds up."""
+        start = monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + monotonic() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Bytes and requests of one rank, or of all ranks together.
+
+    Attributes:
+        num_requests: Requests for data objects, retries not counted.
+        needed_bytes: Bytes of the elements wanted.
+        fetched_bytes: Bytes asked of the store.
+        received_bytes: Bytes that other ranks fetched and sent.
+        peak_bytes: Most such bytes held at a time (the largest of all ranks).
+    """
+
+    num_requests: int = 0
+    needed_bytes: int = 0
+    fetched_bytes: int = 0
+    received_bytes: int = 0
+    peak_bytes: int = 0
+
+    @staticmethod
+    def total(parts: Sequence[Transfer]) -> Transfer:
+        """Add up the transfers of all ranks."""
+        return Transfer(
+            sum(part.num_requests for part in parts),
+            sum(part.needed_bytes for part in parts),
+            sum(part.fetched_bytes for part in parts),
+            sum(part.received_bytes for part in parts),
+            max((part.peak_bytes for part in parts), default=0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What a save did. The same on all ranks.
+
+    Attributes:
+        url: Of the checkpoint.
+        save_id: Of this save; None where another writer was given.
+        num_keys: Keys of the checkpoint.
+        num_items: Stored chunks and values.
+        num_objects: Data objects of all ranks; 0 where another writer was given.
+        num_requests: Requests for them, retries not counted; 0 likewise.
+        stored_bytes: Bytes of all items as stored.
+        peak_bytes: Memory that bytes on their way took, on the fullest rank; 0 likewise.
+        plan_bytes: Bytes of plans that the ranks sent.
+        is_plan_cached: Whether the global plan of an earlier save was used again.
+        seconds: Per phase, of the coordinator.
+    """
+
+    url: str
+    save_id: str | None
+    num_keys: int
+    num_items: int
+    num_objects: int
+    num_requests: int
+    stored_bytes: int
+    peak_bytes: int
+    plan_bytes: int
+    is_plan_cached: bool
+    seconds: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return _table(
+            f"saved {self.url}",
+            {
+                "keys, items, objects": f"{self.num_keys}, {self.num_items}, {self.num_objects}",
+                "stored": f"{_size(self.stored_bytes)} in {self.num_requests} requests",
+                "peak memory": f"{_size(self.peak_bytes)} on the fullest rank",
+                "plans sent": _size(self.plan_bytes) + (" (cached)" if self.is_plan_cached else ""),
+                **_times(self.seconds),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What a load did, on this rank and in the whole job.
+
+    Attributes:
+        url: Of the checkpoint.
+        loaded: Keys read on this rank, in the checkpoint's names.
+        missing: Keys of the state dict that the checkpoint lacks; they were left as they were.
+        unexpected: Keys of the checkpoint that the state dict lacks; they were not read.
+        cast: Saved and target dtype of keys where they differ.
+        rank: This rank's bytes and requests.
+        job: All ranks' together.
+        sharing: Whether ranks fetched for each other, and why.
+        seconds: Per phase, of this rank.
+    """
+
+    url: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    cast: Mapping[str, tuple[torch.dtype, torch.dtype]]
+    rank: Transfer
+    job: Transfer
+    sharing: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return _table(
+            f"loaded {self.url}",
+            {
+                "keys loaded": str(len(self.loaded)),
+                "missing": _names(self.missing),
+                "unexpected": _names(self.unexpected),
+                "cast": _names(tuple(self.cast)),
+                "needed": _pair(self.rank.needed_bytes, self.job.needed_bytes),
+                "fetched": _pair(self.rank.fetched_bytes, self.job.fetched_bytes),
+                "from other ranks": _pair(self.rank.received_bytes, self.job.received_bytes),
+                "requests": f"{self.rank.num_requests} here, {self.job.num_requests} in all",
+                "peak memory": f"{_size(self.job.peak_bytes)} on the fullest rank",
+                "sharing": self.sharing,
+                **_times(self.seconds),
+            },
+        )
+
+
+def _table(title: str, rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows.items())])
+
+
+def _times(seconds: Mapping[str, float]) -> dict[str, str]:
+    return {f"{name} time": f"{value:.2f} s" for name, value in seconds.items()}
+
+
+def _pair(here: int, everywhere: int) -> str:
+    return f"{_size(here)} here, {_size(everywhere)} in all"
+
+
+def _names(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)}: {', '.join(names[:3])}{more}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

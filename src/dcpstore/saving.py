@@ -1,0 +1,197 @@
+"""`save`: the whole of DCP's save protocol, driven by us.
+
+Call order, as the docstrings of DCP's ``SavePlanner`` and ``StorageWriter`` promise it:
+
+1. (all ranks) ``writer.storage_meta``, ``planner.set_up_planner``, ``writer.set_up_storage_writer``
+2. (all ranks) ``planner.create_local_plan``, ``writer.prepare_local_plan``
+3. (coordinator) ``planner.create_global_plan``, ``writer.prepare_global_plan``
+4. (all ranks) ``planner.finish_plan``, ``writer.write_data``
+5. (coordinator) ``writer.finish``
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from dcpstore.collectives import RankGroup, steps
+from dcpstore.config import WriteConfig
+from dcpstore.errors import CommitUnknownError, ConfigError, RankFailures
+from dcpstore.planners import SavePlanner
+from dcpstore.progress import Meter, ProgressCallback, show_progress
+from dcpstore.protocol import Ranks, call_set_up, join_ranks, plain_cause_of_one
+from dcpstore.report import Phases, SaveResult
+from dcpstore.write_job import WriteStats
+from dcpstore.writer import ObjectStoreWriter
+
+__all__ = ["save"]
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    url: str | os.PathLike[str] | None = None,
+    *,
+    planner: DcpSavePlanner | None = None,
+    process_group: Ranks = None,
+    storage_options: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    config: WriteConfig | None = None,
+    storage_writer: StorageWriter | None = None,
+    coordinator_rank: int = 0,
+    deadline_s: float = 1800.0,
+    progress: ProgressCallback | bool | None = None,
+) -> SaveResult:
+    """Save a state dict. All ranks of the group call it; collective.
+
+    If any rank fails, every rank raises, before the deadline, naming each failing rank and
+    its cause; nothing is sealed, and every rank deletes what it wrote.
+
+    Args:
+        state_dict: Nested; its ``Stateful`` values are asked for their state.
+        url: Folder of the checkpoint.
+        planner: Any DCP save planner; None for `dcpstore.planners.SavePlanner`. One that is
+            kept and passed again spares unchanged plans from being made and sent again.
+        process_group: The ranks that save together; None for all, or for this process
+            alone where torch.distributed is not initialised. An open `RankGroup` will do.
+        storage_options: fsspec's options for the URL's protocol.
+        overwrite: Replace a checkpoint that exists.
+        config: Sizes, bounds and retries.
+        storage_writer: Any DCP storage writer, instead of ``url`` and the options above.
+        coordinator_rank: Rank of the group that plans and seals.
+        deadline_s: Most seconds that one step (planning, writing) may take.
+        progress: A callback on every rank; True for a bar on the coordinator; None for one if
+            standard error is a terminal.
+
+    Raises:
+        RankFailures: On every rank of several, if any failed.
+        CheckpointError: The cause itself, where there is but one rank.
+        ConfigError: If the arguments do not fit together.
+    """
+    with join_ranks(process_group, coordinator_rank, deadline_s) as group:
+        writer = _writer(url, storage_writer, storage_options, overwrite, config)
+        job = _SaveJob(group, writer, planner or SavePlanner())
+        showing = show_progress("save", progress, is_coordinator=group.is_coordinator)
+        with plain_cause_of_one(group), showing as meter:
+            try:
+                return job.run(state_dict, meter)
+            except RankFailures as failures:
+                if isinstance(writer, ObjectStoreWriter) and _is_surely_unsealed(failures, group):
+                    writer.sweep_unsealed()
+                raise
+
+
+def _writer(
+    url: str | os.PathLike[str] | None,
+    writer: StorageWriter | None,
+    storage_options: Mapping[str, Any] | None,
+    overwrite: bool,
+    config: WriteConfig | None,
+) -> StorageWriter:
+    if writer is None:
+        if url is None:
+            raise ConfigError("save needs a url or a storage_writer")
+        return ObjectStoreWriter(
+            url, storage_options=storage_options, overwrite=overwrite, config=config
+        )
+    if storage_options is not None or overwrite or config is not None:
+        raise ConfigError(
+            "storage_options, overwrite and config belong to the writer that save would make;"
+            " give them to your storage_writer instead"
+        )
+    if url is not None:
+        writer.reset(url)
+    return writer
+
+
+def _is_surely_unsealed(failures: RankFailures, group: RankGroup) -> bool:
+    """Tell whether nobody can have sealed, or may yet seal, the checkpoint."""
+    silent = failures.causes.keys() - failures.tracebacks.keys()
+    unknown = [e for e in failures.exceptions.values() if isinstance(e, CommitUnknownError)]
+    return group.coordinator not in silent and not unknown
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank wrote."""
+
+    results: list[WriteResult]
+    stats: WriteStats
+
+
+class _SaveJob:
+    """One rank's way through a save."""
+
+    def __init__(self, group: RankGroup, writer: StorageWriter, planner: DcpSavePlanner) -> None:
+        self._group = group
+        self._writer = writer
+        self._planner = planner
+        self._phases = Phases()
+        self._metadata: Metadata | None = None
+
+    def run(self, state_dict: Mapping[str, Any], meter: Meter) -> SaveResult:
+        if isinstance(self._writer, ObjectStoreWriter):
+            self._writer.watch(meter)
+        with self._phases.phase("plan"):
+            plan = steps.reduce_scatter(
+                self._group, "plan", lambda: self._plan_locally(state_dict), self._plan_globally
+            )
+        with self._phases.phase("write"):
+            written = steps.gather(self._group, "write", lambda: self._write(plan))
+        return steps.broadcast(self._group, "seal", lambda: self._seal(written or []))
+
+    def _plan_locally(self, state_dict: Mapping[str, Any]) -> SavePlan:
+        state = {
+            key: value.state_dict() if isinstance(value, Stateful) else value
+            for key, value in state_dict.items()
+        }
+        is_coordinator = self._group.is_coordinator
+        call_set_up(
+            self._planner.set_up_planner,
+            state,
+            storage_meta=self._writer.storage_meta(),
+            is_coordinator=is_coordinator,
+        )
+        call_set_up(
+            self._writer.set_up_storage_writer,
+            is_coordinator,
+            rank=self._group.rank,
+            use_collectives=True,
+        )
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def _plan_globally(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(plans)
+
+    def _write(self, plan: SavePlan) -> _Share:
+        results = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+        stats = getattr(self._writer, "last_write", None)
+        return _Share(results, stats if isinstance(stats, WriteStats) else WriteStats())
+
+    def _seal(self, shares: Sequence[_Share]) -> SaveResult:
+        metadata = self._metadata
+        assert metadata is not None
+        with self._phases.phase("seal"):
+            self._writer.finish(metadata, [share.results for share in shares])
+        stats = [share.stats for share in shares]
+        return SaveResult(
+            url=str(getattr(self._writer, "checkpoint_id", "")),
+            save_id=getattr(metadata.storage_meta, "save_id", None),
+            num_keys=len(metadata.state_dict_metadata),
+            num_items=sum(len(share.results) for share in shares),
+            num_objects=sum(one.num_objects for one in stats),
+            num_requests=sum(one.num_requests for one in stats),
+            stored_bytes=sum(r.size_in_bytes for share in shares for r in share.results),
+            peak_bytes=max(one.peak_bytes for one in stats),
+            plan_bytes=0,
+            is_plan_cached=False,
+            seconds=dict(self._phases.seconds),
+        )
