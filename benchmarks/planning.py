@@ -67,8 +67,10 @@ class Job:
         for n in range(NUM_SHARDED):
             name = f"layers.{n // 6}.{('wq', 'wk', 'wv', 'wo', 'w1', 'w2')[n % 6]}.weight"
             rows.append(self._tensor("model", name, (_HEIGHTS[n % 8], 4096), _BF16))
-        for n in range(NUM_BOXES):
-            rows.append(self._tensor("model", f"experts.{n}.weight", (5000, 2048), _BF16))
+        rows.extend(
+            self._tensor("model", f"experts.{n}.weight", (5000, 2048), _BF16)
+            for n in range(NUM_BOXES)
+        )
         for n in range(NUM_NORMS):
             name = f"layers.{n // 2}.norm{n % 2}.weight"
             rows.append(self._tensor("model", name, (4096,), _F32, KeyKind.TENSOR))

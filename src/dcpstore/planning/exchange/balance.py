@@ -16,6 +16,7 @@ what is left uneven.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def choose_writers(classes: list[Replicated], load_bytes: Ints) -> list[Ints]:
 
 
 def _choose(chunks: Replicated, load_bytes: Ints, chosen: Ints) -> None:
-    first_of_set, set_of = _distinct_sets(chunks.ranks)
+    first_of_set, set_of = _distinct_sets(chunks.ranks, len(load_bytes))
     layer_of_set = _layers(chunks.ranks[first_of_set], len(load_bytes))
     # Largest first within a set, in the order of the chunks where they are equal.
     order = np.lexsort((-chunks.cost_bytes, set_of))
@@ -67,7 +68,7 @@ def _choose(chunks: Replicated, load_bytes: Ints, chosen: Ints) -> None:
     is_first = np.ones(len(order), bool)
     is_first[1:] = (turn[1:] != turn[:-1]) | (layer[1:] != layer[:-1])
     steps = [*np.flatnonzero(is_first).tolist(), len(order)]
-    for low, high in zip(steps[:-1], steps[1:], strict=True):
+    for low, high in pairwise(steps):
         now = order[low:high]
         ranks = chunks.ranks[now]
         column = load_bytes[ranks].argmin(axis=1)
@@ -75,13 +76,15 @@ def _choose(chunks: Replicated, load_bytes: Ints, chosen: Ints) -> None:
         load_bytes[ranks[np.arange(len(now)), column]] += chunks.cost_bytes[now]
 
 
-def _distinct_sets(ranks: Ints) -> tuple[Ints, Ints]:
+def _distinct_sets(ranks: Ints, num_ranks: int) -> tuple[Ints, Ints]:
     """Return one chunk of each distinct set of ranks, and each chunk's set."""
-    with np.errstate(over="ignore"):
+    spread = _mix(np.arange(num_ranks))
+    if ranks.shape[1] > len(ranks):
+        name = spread[ranks].sum(axis=1, dtype=np.uint64)
+    else:
         name = np.zeros(len(ranks), np.uint64)
-        for column in ranks.T if ranks.shape[1] < len(ranks) else (ranks,):
-            mixed = _mix(column)
-            name += mixed if mixed.ndim == 1 else mixed.sum(axis=1, dtype=np.uint64)
+        for column in ranks.T:
+            name += spread[column]
     _, first, inverse = np.unique(name, return_index=True, return_inverse=True)
     if not (ranks == ranks[first[inverse]]).all():  # two sets of one name: once in 2**64
         _, first, inverse = np.unique(ranks, axis=0, return_index=True, return_inverse=True)

@@ -49,7 +49,7 @@ def cache_key(digests: Sequence[bytes], fingerprint: str) -> bytes:
 
 def parts_of(plan: PackedPlan, wanted: Sequence[int]) -> list[bytes]:
     """Return the parts that the coordinator asked a rank for."""
-    return [bytes(plan.parts[number].data) for number in wanted]
+    return [bytes(plan.body(number)) for number in wanted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +147,16 @@ class PlanCache(Generic[T]):
         with self._lock:
             for plan in plans:
                 numbers = []
-                for number, part in enumerate(plan.parts):
-                    if part.digest in asked or part.digest in known:
+                for number, (_, _, digest) in enumerate(plan.names):
+                    if digest in asked or digest in known:
                         continue
-                    data = self._parts.get(part.digest)
+                    data = self._parts.get(digest)
                     if data is None:
-                        asked.add(part.digest)
+                        asked.add(digest)
                         numbers.append(number)
                     else:
-                        self._parts.move_to_end(part.digest)
-                        known[part.digest] = data
+                        self._parts.move_to_end(digest)
+                        known[digest] = data
                 wanted.append(tuple(numbers))
         return PartRequest(plans, tuple(wanted), known)
 
@@ -177,12 +177,12 @@ class PlanCache(Generic[T]):
             zip(request.plans, request.wanted, answers, strict=True)
         ):
             sent = [content_digest(part) for part in parts]
-            if sent != [plan.parts[number].digest for number in numbers]:
+            if sent != [plan.names[number][2] for number in numbers]:
                 raise CorruptError(f"rank {rank} did not send the parts of its plan asked for")
             data_of.update(zip(sent, parts, strict=True))
         self._keep(data_of)
         return [
-            plan.with_bodies([data_of[part.digest] for part in plan.parts])
+            plan.with_bodies([data_of[digest] for _, _, digest in plan.names])
             for plan in request.plans
         ]
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcpstore.planning.exchange.columns import Ints
+from dcpstore.planning.exchange.global_plan import ChunkColumns
 from dcpstore.planning.exchange.layout import Items
 from dcpstore.planning.exchange.overlap import stable_order
 from dcpstore.planning.exchange.table import KeyTable
 
-__all__ = ["Chunks", "find_chunks", "num_elements", "out_of_bounds"]
+__all__ = ["Chunks", "chunk_columns", "find_chunks", "num_elements", "out_of_bounds"]
 
 _BLOCK = 1 << 20  # items per step, so that temporary columns stay small
 
@@ -61,32 +62,93 @@ def out_of_bounds(items: Items, table: KeyTable) -> Ints:
 
 def find_chunks(items: Items, table: KeyTable) -> Chunks:
     """Group the items, which lie inside their tensors, by key and offsets."""
-    address = np.empty(len(items.key), np.int64)
-    step = np.ascontiguousarray(table.step[:, 0]) if len(table.rows) else table.base
-    for low in range(0, len(address), _BLOCK):
-        part = slice(low, low + _BLOCK)
-        key = items.key[part]
-        address[part] = table.base[key] + items.start[part] * step[key]
-    if len(items.box_at):
-        inner = table.step[items.key[items.box_at], 1 : 1 + items.box_offsets.shape[1]]
-        address[items.box_at] += (items.box_offsets * inner).sum(axis=1)
+    address = _addresses(items, table)
     order = stable_order(address)
     if order is not None:
         address = address[order]
     is_first = np.ones(len(address) + 1, bool)
-    is_first[1:-1] = address[1:] != address[:-1]
-    return Chunks(order, np.flatnonzero(is_first))
+    np.not_equal(address[1:], address[:-1], out=is_first[1:-1])
+    chunks = Chunks(order, np.flatnonzero(is_first))
+    return _without_empty_copies(chunks, _is_empty(items, table))
 
 
-def num_elements(items: Items, table: KeyTable) -> Ints:
-    """Return the elements of each item's chunk; a value counts its bytes where known."""
-    counts = np.empty(len(items.key), np.int64)
-    for low in range(0, len(counts), _BLOCK):
-        part = slice(low, low + _BLOCK)
-        counts[part] = items.length[part] * table.inner[items.key[part]]
+def _addresses(items: Items, table: KeyTable) -> Ints:
+    """Return the number that stands for each item's key and offsets."""
+    address = np.empty(len(items.key), np.int64)
+    for segment in items.layout.segments:
+        part = slice(segment.at, segment.end)
+        shape = (len(segment.keys), len(segment.ranks))
+        out = address[part].reshape(shape)
+        step = table.step[segment.keys, 0][:, None]
+        np.multiply(items.start[part].reshape(shape), step, out=out)
+        out += table.base[segment.keys][:, None]
+    loose = slice(items.layout.first_loose, None)
+    key = items.key[loose]
+    address[loose] = table.base[key] + items.start[loose] * table.step[key, 0]
     if len(items.box_at):
-        counts[items.box_at] = items.length[items.box_at] * items.box_sizes.prod(axis=1)
-    return counts
+        inner = table.step[items.key[items.box_at], 1 : 1 + items.box_offsets.shape[1]]
+        address[items.box_at] += (items.box_offsets * inner).sum(axis=1)
+    return address
+
+
+def chunk_columns(chunks: Chunks, items: Items, table: KeyTable) -> ChunkColumns:
+    """Return what the metadata says of each chunk, in the order of keys and offsets."""
+    item = chunks.items(chunks.first[:-1])
+    key = items.key[item]
+    box_at, boxes = np.empty(0, np.int64), np.empty(0, np.int64)
+    if items.box_row is not None:
+        row = items.box_row[item]
+        box_at = np.flatnonzero(row >= 0)
+        boxes = row[box_at]
+    return ChunkColumns(
+        key=key,
+        start=items.start[item],
+        length=items.length[item],
+        first_of_key=np.searchsorted(key, np.arange(len(table.rows) + 1, dtype=np.int32)),
+        box_at=box_at,
+        box_offsets=items.box_offsets[boxes],
+        box_sizes=items.box_sizes[boxes],
+    )
+
+
+def num_elements(columns: ChunkColumns, table: KeyTable) -> Ints:
+    """Return the elements of each chunk; a value counts its bytes where known."""
+    counts = table.inner[columns.key]
+    counts *= columns.length
+    counts[columns.box_at] = columns.length[columns.box_at] * columns.box_sizes.prod(axis=1)
+    result: Ints = counts
+    return result
+
+
+def _is_empty(items: Items, table: KeyTable) -> Ints:
+    """Tell which items are chunks without an element."""
+    empty = items.length == 0
+    empty[items.box_at[(items.box_sizes == 0).any(axis=1)]] = True
+    found = np.flatnonzero(empty)
+    empty[found[table.is_value[items.key[found]]]] = False
+    # A row of a tensor of size (5, 0) holds nothing either, but then no chunk of it does.
+    result: Ints = empty
+    return result
+
+
+def _without_empty_copies(chunks: Chunks, is_empty: Ints) -> Chunks:
+    """Drop empty chunks that share their offsets with a chunk that holds something.
+
+    To write the empty one in its place would lose data.
+    """
+    if not is_empty.any():
+        return chunks
+    if chunks.order is not None:
+        is_empty = is_empty[chunks.order]
+    firsts = chunks.first[:-1]
+    is_mixed = np.logical_or.reduceat(is_empty, firsts)
+    is_mixed &= ~np.logical_and.reduceat(is_empty, firsts)
+    if not is_mixed.any():
+        return chunks
+    goes = is_empty & np.repeat(is_mixed, chunks.num_copies)
+    places = np.flatnonzero(goes)
+    first = chunks.first - np.searchsorted(places, chunks.first, "left")
+    return Chunks(chunks.items(np.flatnonzero(~goes)), first)
 
 
 def _inner_sizes(table: KeyTable, num_dims: int) -> Ints:

@@ -30,7 +30,8 @@ Ints: TypeAlias = npt.NDArray[Any]
 
 _PREFIX = struct.Struct("<IHBBBBBBB")  # boxes, dimensions of a box, a width per column
 _WIDTHS = (0, 1, 2, 4, 8)
-_DTYPES = (None, np.dtype("u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i8"))
+_BOUNDS = (0, 2**8, 2**16, 2**31)
+_DTYPES = (None, np.dtype("u1"), np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,14 +75,14 @@ def pack_columns(
     columns: SaveColumns,
     keys: list[Part],
     *,
-    flags: PlanFlag = PlanFlag(0),
+    flags: PlanFlag | int = 0,
     extras: bytes | None = None,
 ) -> PackedPlan:
     """Join a rank's columns and its table of keys to a packed save plan."""
     parts = [Part.of(PartKind.ROWS, encode_columns(columns)), *keys]
     if extras is not None:
         parts.append(Part.of(PartKind.EXTRAS, extras))
-    return PackedPlan.of(PlanKind.SAVE, flags, columns.num_items, parts)
+    return PackedPlan.of(PlanKind.SAVE, PlanFlag(flags), columns.num_items, parts)
 
 
 def encode_columns(columns: SaveColumns) -> bytes:
@@ -146,5 +147,5 @@ def _narrow(column: Ints | None) -> tuple[int, bytes]:
     if column is None or not len(column):
         return 0, b""
     low, high = int(column.min()), int(column.max())
-    code = 4 if low < 0 else next((c for c in (1, 2, 3) if high < 256 ** _WIDTHS[c]), 4)
+    code = 4 if low < 0 else next((c for c in (1, 2, 3) if high < _BOUNDS[c]), 4)
     return code, column.astype(_DTYPES[code]).tobytes()

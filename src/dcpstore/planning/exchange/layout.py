@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -98,6 +98,7 @@ class Items:
         start, length: As in `SaveColumns`.
         box_at: Positions of the boxes, in no order.
         box_offsets, box_sizes: As in `SaveColumns`, one row per element of ``box_at``.
+        box_row: Per item, its row among the boxes or -1; None if there are no boxes.
     """
 
     layout: Layout
@@ -108,21 +109,14 @@ class Items:
     box_at: Ints
     box_offsets: Ints
     box_sizes: Ints
-
-    def box_row(self) -> Ints | None:
-        """Return, per item, its row among the boxes or -1; None if there are no boxes."""
-        if not len(self.box_at):
-            return None
-        rows = np.full(len(self.key), -1, np.int32)
-        rows[self.box_at] = np.arange(len(self.box_at), dtype=np.int32)
-        return rows
+    box_row: Ints | None
 
 
 @dataclass(slots=True)
 class _Chain:
-    """Consecutive runs that always come together, and where each rank has them."""
+    """The keys of runs that always come together, and where each rank has them."""
 
-    runs: tuple[int, ...]
+    keys: Ints
     ranks: list[int] = field(default_factory=list)
     first_item: list[int] = field(default_factory=list)
 
@@ -138,16 +132,18 @@ def lay_out(plans: Sequence[PackedPlan], table: KeyTable) -> Items:
     segments, loose = [], list[tuple[int, int, Ints]]()  # rank, first item, keys
     at = 0
     for chain in chains:
-        keys = np.concatenate([table.runs[run].keys for run in chain.runs])
-        if not len(keys):
+        if not len(chain.keys):
             continue
         if len(chain.ranks) < _MIN_RANKS:
             loose.extend(
-                (rank, first, keys)
+                (rank, first, chain.keys)
                 for rank, first in zip(chain.ranks, chain.first_item, strict=True)
             )
             continue
-        segment = Segment(keys, np.array(chain.ranks), np.array(chain.first_item), at)
+        by_rank = np.argsort(chain.ranks, kind="stable")
+        segment = Segment(
+            chain.keys, np.array(chain.ranks)[by_rank], np.array(chain.first_item)[by_rank], at
+        )
         segments.append(segment)
         at = segment.end
     loose.extend((rank, 0, _irregular_keys(table, rank, columns[rank])) for rank in irregular)
@@ -157,56 +153,55 @@ def lay_out(plans: Sequence[PackedPlan], table: KeyTable) -> Items:
         loose_rank=np.repeat(
             np.array([rank for rank, _, _ in loose], np.int64), [len(k) for _, _, k in loose]
         ),
-        loose_item=_concatenate([np.arange(i, i + len(k)) for _, i, k in loose], np.int64),
+        loose_item=_concatenate([np.arange(i, i + len(k)) for _, i, k in loose]),
     )
     return _fill(layout, columns, loose)
 
 
 def _columns_of(plan: PackedPlan) -> SaveColumns:
-    part = plan.part(PartKind.ROWS)
-    if part is None:
-        raise CorruptError("a packed save plan has no items part")
-    return decode_columns(part.data, plan.num_items)
+    data = plan.first_of(PartKind.ROWS)
+    if data is None:
+        raise CorruptError("a packed save plan has no part that holds its items")
+    return decode_columns(data, plan.num_items)
 
 
 def _chains(table: KeyTable, columns: Sequence[SaveColumns]) -> tuple[list[_Chain], list[int]]:
     """Find the runs that ranks share, joined where they are always neighbours."""
     irregular = [rank for rank, one in enumerate(columns) if one.row is not None]
-    is_irregular = set(irregular)
-    groups = []
-    for runs, ranks in table.rank_runs():
-        regular = [rank for rank in ranks if rank not in is_irregular]
-        if regular:
-            groups.append((runs, regular))
-    joined = _joinable(runs for runs, _ in groups)
+    ranks_of: dict[tuple[int, ...], list[int]] = {}
+    for rank, (runs, one) in enumerate(zip(table.runs_of, columns, strict=True)):
+        if one.row is None:
+            ranks_of.setdefault(runs, []).append(rank)
+    joined = _joinable(ranks_of)
     chains: dict[int, _Chain] = {}
-    for runs, ranks in groups:
+    for runs, ranks in ranks_of.items():
         item = 0
         for chain_runs in _split(runs, joined):
-            chain = chains.setdefault(chain_runs[0], _Chain(chain_runs))
+            chain = chains.get(chain_runs[0])
+            if chain is None:
+                keys = np.concatenate([table.runs[run].keys for run in chain_runs])
+                chain = chains[chain_runs[0]] = _Chain(keys)
             chain.ranks.extend(ranks)
             chain.first_item.extend([item] * len(ranks))
-            item += sum(table.runs[run].num_rows for run in chain_runs)
+            item += len(chain.keys)
         for rank in ranks:
             if columns[rank].num_items != item:
                 raise CorruptError(
                     f"rank {rank} packed {columns[rank].num_items} items but {item} keys"
                 )
-    for chain in chains.values():
-        order = np.argsort(chain.ranks, kind="stable")
-        chain.first_item = np.array(chain.first_item)[order].tolist()
-        chain.ranks = np.array(chain.ranks)[order].tolist()
     return list(chains.values()), irregular
 
 
 def _joinable(lists: Iterable[tuple[int, ...]]) -> set[tuple[int, int]]:
     """Return the pairs of runs that never occur but one after the other."""
+    pairs: set[tuple[int, int]] = set()
+    for runs in lists:
+        pairs.update(zip((-1, *runs), (*runs, -1), strict=True))
     after: dict[int, set[int]] = {}
     before: dict[int, set[int]] = {}
-    for runs in lists:
-        for one, other in pairwise((-1, *runs, -1)):
-            after.setdefault(one, set()).add(other)
-            before.setdefault(other, set()).add(one)
+    for one, other in pairs:
+        after.setdefault(one, set()).add(other)
+        before.setdefault(other, set()).add(one)
     return {
         (one, next(iter(others)))
         for one, others in after.items()
@@ -224,7 +219,7 @@ def _split(runs: tuple[int, ...], joined: set[tuple[int, int]]) -> Iterable[tupl
 
 def _irregular_keys(table: KeyTable, rank: int, columns: SaveColumns) -> Ints:
     """Return the keys of a rank whose items do not follow its table row by row."""
-    keys = _concatenate([table.runs[run].keys for run in table.runs_of[rank]], np.int32)
+    keys = _concatenate([table.runs[run].keys for run in table.runs_of[rank]])
     assert columns.row is not None
     if len(columns.row) and int(columns.row.max()) >= len(keys):
         raise CorruptError(f"rank {rank}'s packed plan refers to a key that its table lacks")
@@ -236,7 +231,8 @@ def _fill(
     layout: Layout, columns: Sequence[SaveColumns], loose: Sequence[tuple[int, int, Ints]]
 ) -> Items:
     total = int(layout.num_items.sum())
-    start, length = np.empty(total, np.int64), np.empty(total, np.int64)
+    dtype = _common_dtype(columns)
+    start, length = np.empty(total, dtype), np.empty(total, dtype)
     key, rank = np.empty(total, np.int32), np.empty(total, np.int32)
     for segment in layout.segments:
         part = slice(segment.at, segment.end)
@@ -253,13 +249,26 @@ def _fill(
         length[at:end] = columns[owner].length[first : first + len(keys)]
         key[at:end] = keys
         at = end
-    boxes = _fill_boxes(layout, columns)
-    return Items(layout, key, rank, start, length, *boxes)
+    box_at, box_offsets, box_sizes = _fill_boxes(layout, columns)
+    box_row = None
+    if len(box_at):
+        box_row = np.full(total, -1, np.int32)
+        box_row[box_at] = np.arange(len(box_at), dtype=np.int32)
+    return Items(layout, key, rank, start, length, box_at, box_offsets, box_sizes, box_row)
+
+
+def _common_dtype(columns: Sequence[SaveColumns]) -> type[np.signedinteger[Any]]:
+    """Return the integers that hold all rows: 4 bytes where the wire says that they suffice."""
+    widest = max(
+        (one.dtype.itemsize for column in columns for one in (column.start, column.length)),
+        default=0,
+    )
+    return np.int32 if widest <= 4 else np.int64
 
 
 def _transpose(columns: Sequence[Ints], segment: Segment, out: Ints) -> None:
     count, num_ranks = out.shape
-    block = np.empty((_RANKS_PER_BLOCK, count), np.int64)
+    block = np.empty((_RANKS_PER_BLOCK, count), out.dtype)
     ranks, firsts = segment.ranks.tolist(), segment.first_item.tolist()
     for low in range(0, num_ranks, _RANKS_PER_BLOCK):
         high = min(low + _RANKS_PER_BLOCK, num_ranks)
@@ -270,20 +279,25 @@ def _transpose(columns: Sequence[Ints], segment: Segment, out: Ints) -> None:
 
 def _fill_boxes(layout: Layout, columns: Sequence[SaveColumns]) -> tuple[Ints, Ints, Ints]:
     """Join the ranks' boxes, with their positions in the layout."""
-    num_dims = max((one.box_sizes.shape[1] for one in columns if len(one.box_item)), default=0)
-    counts = np.array([len(one.box_item) for one in columns], np.int64)
-    ends = np.cumsum(counts)
-    total = int(counts.sum())
-    item, at = np.empty(total, np.int64), np.full(total, -1, np.int64)
-    offsets, sizes = np.zeros((total, num_dims), np.int64), np.ones((total, num_dims), np.int64)
-    for one, end, count in zip(columns, ends.tolist(), counts.tolist(), strict=True):
-        if count:
-            item[end - count : end] = one.box_item
-            offsets[end - count : end, : one.box_offsets.shape[1]] = one.box_offsets
-            sizes[end - count : end, : one.box_sizes.shape[1]] = one.box_sizes
-    if total:
-        _place_boxes(layout, item, at, counts)
-    return at, offsets, sizes
+    with_boxes = [one for one in columns if len(one.box_item)]
+    num_dims = max((one.box_sizes.shape[1] for one in with_boxes), default=0)
+    item = _concatenate([one.box_item for one in with_boxes]).astype(np.int64)
+    offsets = _concatenate([_widen(one.box_offsets, num_dims, 0) for one in with_boxes])
+    sizes = _concatenate([_widen(one.box_sizes, num_dims, 1) for one in with_boxes])
+    at = np.full(len(item), -1, np.int64)
+    if len(item):
+        _place_boxes(layout, item, at, np.array([len(one.box_item) for one in columns]))
+    shape = (len(item), num_dims)
+    return (
+        at,
+        offsets.astype(np.int64, copy=False).reshape(shape),
+        sizes.astype(np.int64, copy=False).reshape(shape),
+    )
+
+
+def _widen(boxes: Ints, num_dims: int, padding: int) -> Ints:
+    missing = num_dims - boxes.shape[1]
+    return np.pad(boxes, ((0, 0), (0, missing)), constant_values=padding) if missing else boxes
 
 
 def _place_boxes(layout: Layout, item: Ints, at: Ints, counts: Ints) -> None:
@@ -315,5 +329,5 @@ def _ranges(first: Ints, counts: Ints) -> Ints:
     return result
 
 
-def _concatenate(arrays: Sequence[Ints], dtype: type[np.generic]) -> Ints:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+def _concatenate(arrays: Sequence[Ints]) -> Ints:
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)

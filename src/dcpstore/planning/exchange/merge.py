@@ -19,12 +19,18 @@ import numpy as np
 
 from dcpstore.errors import ConfigError, CorruptError
 from dcpstore.planning.exchange.balance import Replicated, choose_writers
-from dcpstore.planning.exchange.chunks import Chunks, find_chunks, num_elements, out_of_bounds
+from dcpstore.planning.exchange.chunks import (
+    Chunks,
+    chunk_columns,
+    find_chunks,
+    num_elements,
+    out_of_bounds,
+)
 from dcpstore.planning.exchange.columns import Ints
 from dcpstore.planning.exchange.decisions import encode_decisions
-from dcpstore.planning.exchange.global_plan import ChunkColumns, GlobalSavePlan
+from dcpstore.planning.exchange.global_plan import GlobalSavePlan
 from dcpstore.planning.exchange.layout import Items, lay_out
-from dcpstore.planning.exchange.table import KeyTable, join_tables
+from dcpstore.planning.exchange.table import join_tables
 from dcpstore.planning.exchange.validate import Inspector
 from dcpstore.planning.exchange.wire import PackedPlan, PartKind, PlanFlag, PlanKind
 
@@ -65,11 +71,11 @@ def merge_save_plans(
     if items.box_offsets.shape[1] >= table.step.shape[1] and len(items.box_at):
         raise CorruptError("a packed plan's box has more dimensions than any tensor")
     inspector.check_bounds(out_of_bounds(items, table))
-    elements = num_elements(items, table)
-    chunks = _without_empty_copies(find_chunks(items, table), items, table, elements)
-    cost = elements * table.item_bytes[items.key] + RECORD_BYTES
-    writer = _choose_writers(chunks, items, cost, len(plans), inspector, elements)
-    columns = _columns(chunks, items, table)
+    chunks = find_chunks(items, table)
+    columns = chunk_columns(chunks, items, table)
+    elements = num_elements(columns, table)
+    payload_bytes = elements * table.item_bytes[columns.key]
+    writer = _choose_writers(chunks, items, payload_bytes + RECORD_BYTES, len(plans), inspector)
     full = len(plans) > 1 if require_full is None else require_full
     inspector.check_chunks(columns, chunks, elements, require_full=full)
     is_kept = np.zeros(len(items.key), bool)
@@ -80,7 +86,6 @@ def merge_save_plans(
         by_item[writer] = columns.positions()
         hints = items.layout.to_ranks(by_item)
     digests = tuple(plan.digest for plan in plans)
-    payload_bytes = cost[writer] - RECORD_BYTES
     return GlobalSavePlan(
         rows=tuple(table.rows),
         paths=table.paths,
@@ -103,59 +108,30 @@ def _check_kinds(plans: Sequence[PackedPlan]) -> None:
             )
 
 
-def _without_empty_copies(chunks: Chunks, items: Items, table: KeyTable, elements: Ints) -> Chunks:
-    """Drop empty chunks that share their offsets with a chunk that holds something.
-
-    To write the empty one in its place would lose data.
-    """
-    empty = np.flatnonzero(elements == 0)
-    empty = empty[~table.is_value[items.key[empty]]]
-    if not len(empty) or not len(chunks.first) > 1:
-        return chunks
-    in_order = elements if chunks.order is None else elements[chunks.order]
-    largest = np.maximum.reduceat(in_order, chunks.first[:-1])
-    place_is_empty = np.zeros(len(in_order), bool)
-    if chunks.order is None:
-        place_is_empty[empty] = True
-    else:
-        is_empty = np.zeros(len(in_order), bool)
-        is_empty[empty] = True
-        place_is_empty = is_empty[chunks.order]
-    places = np.flatnonzero(place_is_empty)
-    group = np.searchsorted(chunks.first, places, "right") - 1
-    places = places[largest[group] > 0]
-    if not len(places):
-        return chunks
-    stays = np.ones(len(in_order), bool)
-    stays[places] = False
-    first = chunks.first - np.searchsorted(places, chunks.first, "left")
-    return Chunks(chunks.items(np.flatnonzero(stays)), first)
-
-
 def _choose_writers(
     chunks: Chunks,
     items: Items,
     cost: Ints,
     num_ranks: int,
     inspector: Inspector,
-    elements: Ints,
 ) -> Ints:
     """Return the item that writes each chunk."""
     writer = np.array(chunks.items(chunks.first[:-1]))
     num_copies = chunks.num_copies
-    lone = writer[num_copies == 1]
-    load_bytes = _sums(items.rank[lone], cost[lone], num_ranks)
+    load_bytes = _sums(items.rank[writer], np.where(num_copies == 1, cost, 0), num_ranks)
+    replicated = np.flatnonzero(num_copies > 1)
+    num_copies = num_copies[replicated]
     classes, numbers, copies = [], [], []
-    for count in np.unique(num_copies[num_copies > 1]).tolist():
-        number = np.flatnonzero(num_copies == count)
+    for count in np.unique(num_copies).tolist():
+        number = replicated[num_copies == count]
         copy = chunks.items(chunks.first[number][:, None] + np.arange(count))
         ranks = items.rank[copy]
         if not (ranks[:, 1:] > ranks[:, :-1]).all():
             by_rank = np.argsort(ranks, axis=1, kind="stable")
             copy = np.take_along_axis(copy, by_rank, axis=1)
             ranks = np.take_along_axis(ranks, by_rank, axis=1)
-        inspector.check_copies(copy, ranks, elements)
-        classes.append(Replicated(ranks, cost[copy].max(axis=1)))
+        inspector.check_copies(copy, ranks)
+        classes.append(Replicated(ranks, cost[number]))
         numbers.append(number)
         copies.append(copy)
     inspector.raise_problems()
@@ -166,33 +142,6 @@ def _choose_writers(
     return writer
 
 
-def _columns(chunks: Chunks, items: Items, table: KeyTable) -> ChunkColumns:
-    """Return what the metadata says of each chunk, in the order of keys and offsets."""
-    item = chunks.items(chunks.first[:-1])
-    none = np.empty((0, items.box_sizes.shape[1]), np.int64)
-    box_at, offsets, sizes = np.empty(0, np.int64), none, none
-    box_row = items.box_row()
-    if box_row is not None:
-        row = box_row[item]
-        box_at = np.flatnonzero(row >= 0)
-        offsets, sizes = items.box_offsets[row[box_at]], items.box_sizes[row[box_at]]
-    return ChunkColumns(
-        key=items.key[item],
-        start=_narrow(items.start[item]),
-        length=_narrow(items.length[item]),
-        first_of_key=np.searchsorted(items.key[item], np.arange(len(table.rows) + 1)),
-        box_at=box_at,
-        box_offsets=offsets,
-        box_sizes=sizes,
-    )
-
-
-def _narrow(column: Ints) -> Ints:
-    """Halve what a cached plan holds, where numbers fit."""
-    fits = not len(column) or (int(column.min()) >= 0 and int(column.max()) < 2**32)
-    return column.astype(np.uint32) if fits else column
-
-
 def _sums(ranks: Ints, weights: Ints, num_ranks: int) -> Ints:
     # Exact up to 8 PiB per rank, where a double's mantissa ends.
     return np.bincount(ranks, weights, num_ranks).astype(np.int64)
@@ -201,7 +150,7 @@ def _sums(ranks: Ints, weights: Ints, num_ranks: int) -> Ints:
 def _extras(plans: Sequence[PackedPlan]) -> dict[int, bytes]:
     found = {}
     for rank, plan in enumerate(plans):
-        part = plan.part(PartKind.EXTRAS)
-        if part is not None:
-            found[rank] = bytes(part.data)
+        data = plan.first_of(PartKind.EXTRAS)
+        if data is not None:
+            found[rank] = bytes(data)
     return found

@@ -103,13 +103,13 @@ def unpack_save_plan(packed: bytes | PackedPlan) -> SavePlan:
         CorruptError: If the bytes are damaged.
     """
     plan = packed if isinstance(packed, PackedPlan) else PackedPlan.from_bytes(packed)
-    part = plan.part(PartKind.ROWS)
-    if plan.kind != PlanKind.SAVE or part is None:
+    data = plan.first_of(PartKind.ROWS)
+    if plan.kind != PlanKind.SAVE or data is None:
         raise ConfigError("these bytes are no save plan")
-    columns = decode_columns(part.data, plan.num_items)
-    rows = [row for one in plan.parts if one.kind == PartKind.KEYS for row in decode_rows(one.data)]
-    extras = plan.part(PartKind.EXTRAS)
-    rest = extras_of(extras.data) if extras else {}
+    columns = decode_columns(data, plan.num_items)
+    rows = [row for run in plan.bodies_of(PartKind.KEYS) for row in decode_rows(run)]
+    extras = plan.first_of(PartKind.EXTRAS)
+    rest = extras_of(extras) if extras else {}
     planner_data = rest.get("planner_data")
     if plan.flags & PlanFlag.HAS_PATHS:
         planner_data = {row.fqn: row.path for row in rows if row.path is not None}
@@ -264,8 +264,8 @@ class _Collector:
             row=None if is_plain else np.array(self._rows, np.int64),
             hint=np.array(self._hint, np.int64) if any(h >= 0 for h in self._hint) else None,
             box_item=np.array([item for item, _, _ in self._boxes], np.int64),
-            box_offsets=np.array(offsets, np.int64).reshape(-1, inner),
-            box_sizes=np.array(sizes, np.int64).reshape(-1, inner),
+            box_offsets=np.array(offsets, np.int64).reshape(len(offsets), inner),
+            box_sizes=np.array(sizes, np.int64).reshape(len(sizes), inner),
         )
 
 

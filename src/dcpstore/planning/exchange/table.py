@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,15 +25,9 @@ class Run:
 
     Attributes:
         keys: Per row that has items, its position in the joined table.
-        num_rows: Rows that have items; those of the flattening map alone come after them.
     """
 
     keys: Ints
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that have items."""
-        return len(self.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +85,6 @@ class KeyTable:
         """Return the ranks that a run came from."""
         return [rank for rank, runs in enumerate(self.runs_of) if run in runs]
 
-    def rank_runs(self) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-        """Yield each distinct list of runs and its ranks."""
-        ranks_of: dict[tuple[int, ...], list[int]] = {}
-        for rank, runs in enumerate(self.runs_of):
-            ranks_of.setdefault(runs, []).append(rank)
-        yield from ranks_of.items()
-
 
 def _addresses(rows: Sequence[KeyRow]) -> tuple[Ints, Ints]:
     """Give every (key, offsets) a number of its own, ordered by key, then offsets row-major.
@@ -153,14 +140,15 @@ class _Joiner:
 
     def add(self, plan: PackedPlan) -> None:
         runs = []
-        for part in plan.parts:
-            if part.kind == PartKind.KEYS:
-                run = self._run_of.get(part.digest)
+        for number, (kind, _, digest) in enumerate(plan.names):
+            if kind == PartKind.KEYS:
+                run = self._run_of.get(digest)
                 if run is None:
-                    if content_digest(part.data) != part.digest:
+                    data = plan.body(number)
+                    if content_digest(data) != digest:
                         raise CorruptError("a packed plan's table of keys was changed on its way")
-                    run = self._run_of[part.digest] = len(self.runs)
-                    self._decode(part.data)
+                    run = self._run_of[digest] = len(self.runs)
+                    self._decode(data)
                 runs.append(run)
         self.runs_of.append(tuple(runs))
         self.has_paths = self.has_paths or bool(plan.flags & PlanFlag.HAS_PATHS)

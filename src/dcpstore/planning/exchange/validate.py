@@ -20,6 +20,8 @@ from dcpstore.planning.exchange.table import KeyTable
 
 __all__ = ["Inspector"]
 
+_BLOCK = 1 << 18  # chunks
+
 
 class Inspector:
     """Collects problems of one merge; each ``check_`` looks at one stage.
@@ -68,35 +70,34 @@ class Inspector:
         self._add(bad.tolist(), tell)
         self.raise_problems()
 
-    def check_copies(self, copies: Ints, ranks: Ints, elements: Ints) -> None:
+    def check_copies(self, copies: Ints, ranks: Ints) -> None:
         """Look at the copies of chunks: one per rank, and all of one size.
 
         Args:
             copies: Items, chunks x copies, by rank.
             ranks: Their ranks.
-            elements: Elements per item.
         """
         twice = (ranks[:, 1:] == ranks[:, :-1]).any(axis=1)
         self._add(copies[twice].tolist(), self._duplicate)
-        differs = self._differ(copies, elements) & ~twice
+        differs = self._differ(copies) & ~twice
         self._add(copies[differs].tolist(), self._mismatch)
 
-    def _differ(self, copies: Ints, elements: Ints) -> Ints:
-        items, count = self._items, elements[copies]
-        is_tensor = ~self._table.is_value[items.key[copies[:, 0]]]
+    def _differ(self, copies: Ints) -> Ints:
+        items = self._items
         length = items.length[copies]
-        differs = (length != length[:, :1]).any(axis=1) | (count != count[:, :1]).any(axis=1)
-        box_row = items.box_row() if items.box_sizes.shape[1] > 1 else None
-        if box_row is not None:
-            row = box_row[copies]
-            both = (row >= 0) & (row[:, :1] >= 0)
-            same = (items.box_sizes[row] == items.box_sizes[row[:, :1]]).all(axis=2)
-            differs |= (both & ~same).any(axis=1)
-        result: Ints = differs & is_tensor
+        differs = (length != length[:, :1]).any(axis=1)
+        if items.box_row is not None:
+            row = items.box_row[copies]
+            is_box = row >= 0
+            differs |= (is_box != is_box[:, :1]).any(axis=1)
+            boxes = np.flatnonzero(is_box.all(axis=1))
+            sizes = items.box_sizes[row[boxes]]
+            differs[boxes] |= (sizes != sizes[:, :1]).any(axis=(1, 2))
+        result: Ints = differs & ~self._table.is_value[items.key[copies[:, 0]]]
         return result
 
     def check_chunks(
-        self, columns: ChunkColumns, chunks: Chunks, elements: Ints, *, require_full: bool
+        self, columns: ChunkColumns, chunks: Chunks, count: Ints, *, require_full: bool
     ) -> None:
         """Refuse chunks that overlap, and tensors that they do not fill.
 
@@ -104,7 +105,6 @@ class Inspector:
             PlanError: If there are any.
         """
         table = self._table
-        count = elements[chunks.items(chunks.first[:-1])]
         overlapping = self._check_overlaps(columns, chunks, count)
         if require_full:
             before = np.zeros(len(count) + 1, np.int64)
@@ -118,20 +118,33 @@ class Inspector:
 
     def _check_overlaps(self, columns: ChunkColumns, chunks: Chunks, count: Ints) -> set[int]:
         """Return the keys whose chunks overlap, having told of them."""
-        if bool((count > 0).all()) and not self._table.is_value.any():
-            solid = np.arange(len(count))
-        else:
-            solid = np.flatnonzero((count > 0) & ~self._table.is_value[columns.key])
-        start = columns.start[solid].astype(np.int64)
-        uncut = find_uncut(columns.key[solid], start, start + columns.length[solid])
-        if not len(uncut):
+        firsts = columns.first_of_key
+        found, low = [], 0
+        while low < len(count):  # whole keys at a time, about as much as a cache holds
+            high = int(
+                firsts[np.searchsorted(firsts, low + _BLOCK, "left").clip(max=len(firsts) - 1)]
+            )
+            found.append(low + self._uncut(columns, count, slice(low, high)))
+            low = high
+        chunk = np.concatenate(found) if found else np.empty(0, np.int64)
+        if not len(chunk):
             return set()
-        chunk = solid[uncut]
         starts, ends = self._extents(columns, chunk)
         pairs = find_overlaps(columns.key[chunk], starts, ends, max_found=MAX_SHOWN)
         pairs = np.sort(chunks.items(chunks.first[chunk[pairs]]), axis=1)
         self._add(pairs.tolist(), self._overlap)
         return set(self._items.key[pairs.ravel()].tolist())
+
+    def _uncut(self, columns: ChunkColumns, count: Ints, part: slice) -> Ints:
+        """Return the chunks of a part that cuts between rows do not set apart."""
+        key, start = columns.key[part], columns.start[part].astype(np.int64)
+        end = start + columns.length[part]
+        is_solid = (count[part] > 0) & ~self._table.is_value[key]
+        if bool(is_solid.all()):
+            return find_uncut(key, start, end)
+        solid = np.flatnonzero(is_solid)
+        uncut: Ints = solid[find_uncut(key[solid], start[solid], end[solid])]
+        return uncut
 
     def _extents(self, columns: ChunkColumns, chunk: Ints) -> tuple[Ints, Ints]:
         """Return where chunks start and end in every dimension."""

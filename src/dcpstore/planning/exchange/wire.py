@@ -13,10 +13,11 @@ them, so each travels and is decoded once. The digest of the head names the whol
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, IntFlag
 from hashlib import blake2b
+from typing import TypeAlias
 
 from dcpstore.errors import CorruptError
 
@@ -25,6 +26,7 @@ __all__ = [
     "PackedPlan",
     "Part",
     "PartKind",
+    "PartName",
     "PlanFlag",
     "PlanKind",
     "content_digest",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 DIGEST_BYTES = 16
+PartName: TypeAlias = tuple[int, int, bytes]  # kind, stored bytes, digest
 _MAGIC = b"DCPPLAN1"
 _FIXED = struct.Struct("<8sBBHI")
 _ENTRY = struct.Struct("<BI16s")
@@ -66,17 +69,15 @@ def content_digest(data: bytes | memoryview) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some bytes of a plan and their name; ``data`` is empty in a head without its parts."""
+    """Some bytes of a plan and their name."""
 
-    kind: int
-    num_bytes: int
-    digest: bytes
-    data: bytes | memoryview = field(repr=False, compare=False)
+    name: PartName
+    data: bytes | memoryview = field(repr=False)
 
     @classmethod
     def of(cls, kind: PartKind, data: bytes) -> Part:
         """Name some bytes."""
-        return cls(int(kind), len(data), content_digest(data), data)
+        return cls((int(kind), len(data), content_digest(data)), data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +88,19 @@ class PackedPlan:
         kind: Save or load.
         flags: `PlanFlag` bits.
         num_items: Items of the plan.
-        parts: Its parts, tables of keys in order.
+        names: Its parts, tables of keys in order; plain tuples, because a coordinator
+            holds them by the hundred thousand.
         head: What `read_head` reads: everything but the parts' bytes.
+        bodies: The parts' bytes; or the whole plan's as a single element; or nothing.
     """
 
     kind: int
     flags: int
     num_items: int
-    parts: tuple[Part, ...]
+    names: tuple[PartName, ...]
     head: bytes = field(repr=False, compare=False)
+    bodies: tuple[bytes | memoryview, ...] = field(default=(), repr=False, compare=False)
+    is_whole: bool = field(default=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -103,66 +108,71 @@ class PackedPlan:
     ) -> PackedPlan:
         """Join parts to a plan."""
         parts = tuple(parts)
+        names = tuple(part.name for part in parts)
         head = _FIXED.pack(_MAGIC, kind, flags, len(parts), num_items) + b"".join(
-            _ENTRY.pack(part.kind, part.num_bytes, part.digest) for part in parts
+            _ENTRY.pack(*part.name) for part in parts
         )
-        return cls(int(kind), int(flags), num_items, parts, head)
+        bodies = tuple(part.data for part in parts)
+        return cls(int(kind), int(flags), num_items, names, head, bodies)
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> PackedPlan:
-        """Read a whole plan; its parts are views of ``data``.
+    def from_bytes(cls, data: bytes) -> PackedPlan:
+        """Read a whole plan; it keeps ``data``.
 
         Raises:
             CorruptError: If these are not the bytes of a plan, or not all of them.
         """
-        plan, at = _read_head(data)
-        view = memoryview(data)
-        bodies = []
-        for part in plan.parts:
-            bodies.append(view[at : at + part.num_bytes])
-            at += part.num_bytes
-        if at != len(data):
-            raise CorruptError(f"a packed plan has {len(data)} bytes, its head says {at}")
-        return plan.with_bodies(bodies)
-
-    def with_bodies(self, bodies: Sequence[bytes | memoryview]) -> PackedPlan:
-        """Return the plan with the bytes of its parts filled in."""
-        parts = tuple(
-            Part(part.kind, part.num_bytes, part.digest, body)
-            for part, body in zip(self.parts, bodies, strict=True)
+        plan = read_head(data)
+        num_bytes = len(plan.head) + sum(num_bytes for _, num_bytes, _ in plan.names)
+        if num_bytes != len(data):
+            raise CorruptError(f"a packed plan has {len(data)} bytes, its head says {num_bytes}")
+        return cls(
+            plan.kind, plan.flags, plan.num_items, plan.names, plan.head, (data,), is_whole=True
         )
-        return PackedPlan(self.kind, self.flags, self.num_items, parts, self.head)
+
+    def with_bodies(self, bodies: Iterable[bytes | memoryview]) -> PackedPlan:
+        """Return the plan with the bytes of its parts filled in."""
+        return replace(self, bodies=tuple(bodies), is_whole=False)
 
     def to_bytes(self) -> bytes:
         """Return head and parts."""
-        return b"".join([self.head, *(part.data for part in self.parts)])
+        return bytes(self.bodies[0]) if self.is_whole else b"".join([self.head, *self.bodies])
 
     @property
     def digest(self) -> bytes:
         """The name of the plan; equal for equal plans only."""
         return content_digest(self.head)
 
-    def part(self, kind: PartKind) -> Part | None:
-        """Return the first part of a kind."""
-        return next((part for part in self.parts if part.kind == kind), None)
+    def body(self, number: int) -> bytes | memoryview:
+        """Return the bytes of a part."""
+        if not self.is_whole:
+            return self.bodies[number]
+        at = len(self.head) + sum(num_bytes for _, num_bytes, _ in self.names[:number])
+        return memoryview(self.bodies[0])[at : at + self.names[number][1]]
+
+    def bodies_of(self, kind: PartKind) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of the parts of a kind, in order."""
+        for number, (part_kind, _, _) in enumerate(self.names):
+            if part_kind == kind:
+                yield self.body(number)
+
+    def first_of(self, kind: PartKind) -> bytes | memoryview | None:
+        """Return the bytes of the first part of a kind; None if there is none."""
+        return next(self.bodies_of(kind), None)
 
 
-def read_head(data: bytes | memoryview) -> PackedPlan:
+def read_head(data: bytes) -> PackedPlan:
     """Read a plan's head; its parts are named but empty.
 
     Raises:
         CorruptError: If these bytes do not begin with the head of a plan.
     """
-    return _read_head(data)[0]
-
-
-def _read_head(data: bytes | memoryview) -> tuple[PackedPlan, int]:
-    if len(data) < _FIXED.size or bytes(data[:8]) != _MAGIC:
+    if len(data) < _FIXED.size or data[:8] != _MAGIC:
         raise CorruptError("these bytes are not a packed plan: its first bytes are wrong")
     _, kind, flags, num_parts, num_items = _FIXED.unpack_from(data)
     end = _FIXED.size + num_parts * _ENTRY.size
     if len(data) < end:
         raise CorruptError(f"a packed plan's head has {end} bytes; only {len(data)} are here")
-    table = data[_FIXED.size : end]
-    parts = tuple(Part(*entry, b"") for entry in _ENTRY.iter_unpack(table))
-    return PackedPlan(kind, flags, num_items, parts, bytes(data[:end])), end
+    head = data[:end]
+    names = tuple(_ENTRY.iter_unpack(head[_FIXED.size :]))
+    return PackedPlan(kind, flags, num_items, names, head)
