@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from dcpstore.collectives import RankGroup, steps
 from dcpstore.config import WriteConfig
 from dcpstore.errors import CommitUnknownError, ConfigError, RankFailures
+from dcpstore.plan_exchange import AgreedPlan, agree_on_save_plan
 from dcpstore.planners import SavePlanner
 from dcpstore.progress import Meter, ProgressCallback, show_progress
 from dcpstore.protocol import Ranks, call_set_up, join_ranks, plain_cause_of_one
@@ -134,18 +134,23 @@ class _SaveJob:
         self._writer = writer
         self._planner = planner
         self._phases = Phases()
-        self._metadata: Metadata | None = None
 
     def run(self, state_dict: Mapping[str, Any], meter: Meter) -> SaveResult:
         if isinstance(self._writer, ObjectStoreWriter):
             self._writer.watch(meter)
         with self._phases.phase("plan"):
-            plan = steps.reduce_scatter(
-                self._group, "plan", lambda: self._plan_locally(state_dict), self._plan_globally
+            agreed = agree_on_save_plan(
+                self._group, self._planner, self._writer, lambda: self._plan_locally(state_dict)
             )
-        with self._phases.phase("write"):
-            written = steps.gather(self._group, "write", lambda: self._write(plan))
-        return steps.broadcast(self._group, "seal", lambda: self._seal(written or []))
+        succeeded = False
+        try:
+            with self._phases.phase("write"):
+                written = steps.gather(self._group, "write", lambda: self._write(agreed.plan))
+            result = steps.broadcast(self._group, "seal", lambda: self._seal(agreed, written or []))
+            succeeded = True
+        finally:
+            agreed.settle(succeeded)
+        return result
 
     def _plan_locally(self, state_dict: Mapping[str, Any]) -> SavePlan:
         state = {
@@ -167,19 +172,15 @@ class _SaveJob:
         )
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def _plan_globally(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans, self._metadata = self._planner.create_global_plan(plans)
-        return self._writer.prepare_global_plan(plans)
-
     def _write(self, plan: SavePlan) -> _Share:
         results = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
         stats = getattr(self._writer, "last_write", None)
         return _Share(results, stats if isinstance(stats, WriteStats) else WriteStats())
 
-    def _seal(self, shares: Sequence[_Share]) -> SaveResult:
-        metadata = self._metadata
-        assert metadata is not None
+    def _seal(self, agreed: AgreedPlan, shares: Sequence[_Share]) -> SaveResult:
+        assert agreed.make_metadata is not None
         with self._phases.phase("seal"):
+            metadata = agreed.make_metadata()
             self._writer.finish(metadata, [share.results for share in shares])
         stats = [share.stats for share in shares]
         return SaveResult(
@@ -191,7 +192,7 @@ class _SaveJob:
             num_requests=sum(one.num_requests for one in stats),
             stored_bytes=sum(r.size_in_bytes for share in shares for r in share.results),
             peak_bytes=max(one.peak_bytes for one in stats),
-            plan_bytes=0,
-            is_plan_cached=False,
+            plan_bytes=agreed.sent_bytes,
+            is_plan_cached=agreed.is_cached,
             seconds=dict(self._phases.seconds),
         )

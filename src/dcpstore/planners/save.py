@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 from dcpstore.errors import ConfigError, IncompatibleError
 from dcpstore.planners.lookup import find_object
 from dcpstore.planners.rules import KeyRules, Rename
+from dcpstore.planning.exchange.cache import PlanCache
+from dcpstore.planning.exchange.global_plan import GlobalSavePlan
 from dcpstore.torch_private import (
     dedup_save_plans,
     flatten_sharded_tensors,
@@ -67,6 +69,8 @@ class SavePlanner(DcpSavePlanner):
         self.state_dict: dict[str, Any] = {}
         self.mappings: dict[str, Any] = {}
         self.is_coordinator = False
+        self.plan_cache: PlanCache[GlobalSavePlan] = PlanCache()
+        """What earlier saves with this planner agreed on; used by ``dcpstore.save``."""
 
     def set_up_planner(
         self,
