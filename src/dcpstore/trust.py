@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from pathlib import PurePosixPath
 from typing import Any
 
 from dcpstore.errors import CorruptError
@@ -78,7 +79,7 @@ class _Refused(pickle.UnpicklingError):
 
 
 def _as_text(*parts: str) -> str:
-    return "/".join(parts)
+    return str(PurePosixPath(*parts))
 
 
 def load_metadata_pickle(data: bytes | memoryview, *, key: str, allow_pickle: bool = False) -> Any:
