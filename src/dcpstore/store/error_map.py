@@ -230,6 +230,8 @@ def from_fsspec(asked: Asked, error: BaseException) -> CheckpointError:
     """Map an error of an fsspec filesystem: s3fs, gcsfs, a local one, or any other."""
     if isinstance(error, CheckpointError):
         return error
+    if isinstance(error, TypeError) and "unexpected keyword" in str(error):
+        return ConfigError(f"{asked}: a storage option is not valid: {_trim(str(error))}")
     answer = _read_response(error) or _read_python_error(error)
     return from_answer(asked, answer)
 

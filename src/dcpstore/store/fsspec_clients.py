@@ -6,6 +6,7 @@ import difflib
 import inspect
 import os
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -14,8 +15,6 @@ from dcpstore.errors import ConfigError
 from dcpstore.store.location import redact
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dcpstore.store.location import Location
 
 __all__ = ["FsspecClients", "check_option_names"]
@@ -40,7 +39,11 @@ def check_option_names(location: Location, options: Mapping[str, Any]) -> None:
     if more is None:
         return
     known = _known_options(_filesystem_class(location)) | _COMMON | more
-    for name in options:
+    for name, value in options.items():
+        if name.endswith("_kwargs") and not isinstance(value, Mapping | None):
+            raise ConfigError(
+                f"storage option {name!r} is a {type(value).__name__}, not a dictionary"
+            )
         if name in known:
             continue
         near = difflib.get_close_matches(name, known, 1)

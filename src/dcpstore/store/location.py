@@ -28,7 +28,8 @@ _ALIASES = {
 }
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://(.*)$", re.DOTALL)
 _MANGLED = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/*(.*)$", re.DOTALL)
-_USERINFO = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
+# Secret keys of AWS contain slashes, and a mangled URL has one slash only.
+_USERINFO = re.compile(r"(?<=:/)(/?)[^/@:\s]+:[^@\s]*@")
 _QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"')]*")
 
 
@@ -82,7 +83,7 @@ def parse_location(url: str | os.PathLike[str]) -> Location:
 
 def redact(text: str) -> str:
     """Blank out ``user:password@`` and the query strings of web addresses in a text."""
-    return _QUERY.sub(r"\1?...", _USERINFO.sub("***@", text))
+    return _QUERY.sub(r"\1?...", _USERINFO.sub(r"\1***@", text))
 
 
 def _reject_mangled(text: str) -> None:
@@ -93,7 +94,7 @@ def _reject_mangled(text: str) -> None:
     if scheme not in _ALIASES and scheme not in known_implementations:
         return
     raise ConfigError(
-        f"{redact(text)!r} is not a URL: write {scheme}://{redact(rest)} as a str "
+        f"{redact(text)!r} is not a URL: write {redact(f'{scheme}://{rest}')} as a str "
         "(pathlib.Path drops one of the slashes)"
     )
 
