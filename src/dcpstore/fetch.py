@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcpstore.budget import ByteBudget, Cancelled
 from dcpstore.config import ReadConfig
-from dcpstore.errors import CheckpointError, CorruptError
+from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
 from dcpstore.format.checksum import find_bad_block
 from dcpstore.format.head import HEAD_BYTES, NeedMoreBytes, parse_record_head
 from dcpstore.format.tensors import decode_opaque
@@ -57,6 +57,11 @@ logger = logging.getLogger(__name__)
 # Below this, a foreign record is fetched whole and looked into afterwards; above it, a
 # small request for its head saves fetching what is not needed.
 _WHOLE_RECORD_BYTES = 1 << 20
+
+# The engine allocates every answer anew, and the C allocator keeps about as much again for
+# threads that freed theirs: 256 MiB in flight grew the process by 390 to 420 MiB, half of
+# that by 220 to 240 (python -m benchmarks --only load --systems ours).
+_MEMORY_PER_BYTE = 2
 
 
 @dataclass(slots=True)
@@ -109,7 +114,7 @@ class ReadJob:
         self._items = items
         self._registry = registry
         self._meter = meter or Meter("load")
-        self._budget = ByteBudget(config.budget_bytes)
+        self._budget = ByteBudget(config.budget_bytes // _MEMORY_PER_BYTE)
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
         self._failed = threading.Event()
         self._error: BaseException | None = None
@@ -297,15 +302,24 @@ class ReadJob:
 
     def _get_verified(self, request: Request) -> memoryview:
         """Fetch a request's bytes and check them; a bad block gets one second chance."""
-        data = self._store.get_range(request.key, *request.range)
+        data = self._get(request)
         error = self._first_bad(request, data)
         if error is not None:
             logger.warning("%s; fetching it again in case it was damaged on the way", error)
-            data = self._store.get_range(request.key, *request.range)
+            data = self._get(request)
             error = self._first_bad(request, data)
         if error is not None:
             raise error
         return data
+
+    def _get(self, request: Request) -> memoryview:
+        try:
+            return self._store.get_range(request.key, *request.range)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"{error.message}. The checkpoint's metadata names it: it was deleted since, or"
+                " another save replaced the checkpoint while this load ran. Load again"
+            ) from error
 
     def _first_bad(self, request: Request, data: memoryview) -> CorruptError | None:
         if not self._config.verify:
