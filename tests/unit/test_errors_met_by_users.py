@@ -346,7 +346,7 @@ def test_a_deleted_object_is_named(saved: Place, engine: str) -> None:
     saved.engine = engine
     saved.client.delete(f"{saved.name}/{key}")
     error = failing(NotFoundError, load, targets(), saved.reader())
-    assert_says(error.message, saved.url, key)
+    assert_says(error.message, saved.url, key, "deleted", "another save", "Load again")
 
 
 def test_a_deleted_manifest_is_named(saved: Place) -> None:
