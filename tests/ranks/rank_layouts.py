@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +35,15 @@ from torch.distributed.tensor.parallel import (
 
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConfig
 
-__all__ = ["CASES", "load_and_check", "save_cases"]
+__all__ = [
+    "CASES",
+    "load_and_check",
+    "load_case_from_folder",
+    "load_cases_with_stock",
+    "save_case_as_safetensors",
+    "save_cases",
+    "save_cases_with_stock",
+]
 
 # Everything above 64 bytes is a data object's; objects and blocks are small.
 WRITE = WriteConfig(inline_bytes=64, object_bytes=4096, checksum_block_bytes=4096)
@@ -253,11 +264,50 @@ def save_cases(url: str, options: dict[str, Any]) -> None:
 
 def load_and_check(case: str, url: str, options: dict[str, Any], variant: int) -> int:
     """Load one case in another layout and compare; return the bytes that this rank fetched."""
-    state = build(case, variant)
-    wipe(state)
     reader = ObjectStoreReader(f"{url}/{case}", storage_options=options, config=READ)
-    dcp.load(state, storage_reader=reader)
-    check_state(case, state, build(case, variant))
-    check_whole(case, state)
+    load_with(reader, case, variant)
     assert reader.last_read is not None
     return reader.last_read.fetched_bytes
+
+
+def load_with(reader: Any, case: str, variant: int) -> None:
+    state = build(case, variant)
+    wipe(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=reader)
+    check_state(case, state, build(case, variant))
+    check_whole(case, state)
+
+
+def save_cases_with_stock(url: str, options: dict[str, Any]) -> None:
+    """Save every case as stock does, in another shape of files each."""
+    for number, case in enumerate(CASES):
+        writer = FsspecWriter(
+            f"{url}/{case}",
+            single_file_per_rank=number % 2 == 0,
+            thread_count=1 + number % 4,
+            sync_files=False,
+            _extensions=[ZStandard()] if number % 3 == 0 else None,
+            **options,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(build(case, 0), storage_writer=writer)
+
+
+def load_cases_with_stock(url: str, options: dict[str, Any]) -> None:
+    for case in CASES:
+        load_with(FsspecReader(f"{url}/{case}", **options), case, 1)
+
+
+def save_case_as_safetensors(case: str, folder: str) -> None:
+    """Let every rank save its shards as Hugging Face files."""
+    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(build(case, 0), storage_writer=writer)
+
+
+def load_case_from_folder(case: str, folder: str) -> None:
+    load_with(ObjectStoreReader(folder), case, 1)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from rank_layouts import CASES, load_and_check, save_cases
+from rank_layouts import (
+    CASES,
+    load_and_check,
+    load_case_from_folder,
+    load_cases_with_stock,
+    save_case_as_safetensors,
+    save_cases,
+    save_cases_with_stock,
+)
 
 from dcpstore.testing import MotoServer
 
@@ -31,3 +39,29 @@ def test_what_n_ranks_saved_m_ranks_load(
     variant = num_saved != num_loaded or num_saved % 2
     fetched = pool.run(num_loaded, load_and_check, case, saved[num_saved], options, int(variant))
     assert sum(fetched) > 0
+
+
+@pytest.fixture(scope="module")
+def saved_by_stock(pool, bucket: str, moto_server: MotoServer) -> str:
+    url = f"{bucket}/stock-layouts"
+    pool.run(2, save_cases_with_stock, url, moto_server.storage_options())
+    return url
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_stock_saved_on_two_ranks_ours_loads_on_three(
+    pool, saved_by_stock: str, moto_server: MotoServer, case: str
+) -> None:
+    pool.run(3, load_and_check, case, saved_by_stock, moto_server.storage_options(), 1)
+
+
+def test_what_ours_saved_on_two_ranks_stock_loads_on_three(
+    pool, saved, moto_server: MotoServer
+) -> None:
+    pool.run(3, load_cases_with_stock, saved[2], moto_server.storage_options())
+
+
+@pytest.mark.parametrize("case", ["fsdp2", "dtensor_1d"])
+def test_shards_that_ranks_saved_as_safetensors_load_on_others(pool, tmp_path, case: str) -> None:
+    pool.run(2, save_case_as_safetensors, case, str(tmp_path))
+    pool.run(3, load_case_from_folder, case, str(tmp_path))
