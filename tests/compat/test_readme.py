@@ -30,7 +30,7 @@ def names_before() -> dict[str, Any]:
 
 def test_the_readme_shows_s3_gcs_and_minio() -> None:
     assert ["s3://my-bucket" in BLOCKS[0], "gs://" in BLOCKS[1], "9000" in BLOCKS[2]] == [True] * 3
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 def test_the_s3_example_runs(s3_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +41,7 @@ def test_the_s3_example_runs(s3_server: MotoServer, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
     names: dict[str, Any] = {}
     run(BLOCKS[0], names)
+    run(BLOCKS[3], names)
     assert "run/step-100/.metadata" in s3_server.client("my-bucket").keys("run/")
 
 
