@@ -3,6 +3,7 @@
     python -m benchmarks.planning                        every size, each in its own process
     python -m benchmarks.planning --ranks 1024           one size
     python -m benchmarks.planning --shape hybrid         another job than plain FSDP
+    python -m benchmarks.planning --balance              who writes how much, by three rules
 
 Plans are built as packed columns, one byte string per rank as it would arrive, without the
 objects of DCP's plans (16 million of them at the largest size). The unit tests prove at
@@ -39,6 +40,7 @@ import numpy as np
 from dcpstore.planning.exchange.cache import PlanCache, cache_key, parts_of
 from dcpstore.planning.exchange.columns import Ints, SaveColumns, key_parts, pack_columns
 from dcpstore.planning.exchange.global_plan import GlobalSavePlan
+from dcpstore.planning.exchange.local import HeldChunk, decide_locally, replica_ranks
 from dcpstore.planning.exchange.merge import merge_save_plans
 from dcpstore.planning.exchange.schema import KeyKind, KeyRow, cut_rows
 from dcpstore.planning.exchange.wire import DIGEST_BYTES, PackedPlan, PlanFlag, read_head
@@ -50,6 +52,7 @@ NUM_SHARDED, NUM_BOXES, NUM_NORMS, NUM_SCALARS = 600, 100, 200, 100
 TENSOR_PARALLEL = 8
 HYBRID_SHARDS = 64
 _BF16 = ("bfloat16 strided contiguous_format 0 0", 2)
+_U8 = "uint8 strided contiguous_format 0 0"
 _F32 = ("float32 strided contiguous_format 0 0", 4)
 _HEIGHTS = (4096, 1024, 1024, 4096, 14336, 14336, 4096, 128256)
 
@@ -225,6 +228,71 @@ def measure_torch(job: Job) -> dict[str, float]:
     }
 
 
+def balance(mesh: tuple[int, int], replicated: list[tuple[bool, bool]], seed: int = 0) -> None:
+    """Print the most loaded rank's bytes by three rules, over max(mean, largest chunk).
+
+    200 tensors of 4 KiB to 64 MiB on a mesh of two axes, each cut or replicated per axis.
+    """
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+
+    from dcpstore.planning.exchange.save_plans import unpack_save_plan
+
+    choice = np.random.default_rng(seed)
+    num_ranks = mesh[0] * mesh[1]
+    tensors = [
+        (num_ranks * int(2 ** choice.uniform(12, 26) / num_ranks), replicated[kind])
+        for kind in choice.integers(0, len(replicated), 200).tolist()
+    ]
+    ranks = np.arange(num_ranks).reshape(mesh)
+    packed, alone = [], np.zeros(num_ranks)
+    for rank in range(num_ranks):
+        place = divmod(rank, mesh[1])
+        held, rows = [], []
+        for number, (size, same) in enumerate(tensors):
+            parts = [1 if s else n for s, n in zip(same, mesh, strict=True)]
+            at = [0 if s else p for s, p in zip(same, place, strict=True)]
+            length = size // (parts[0] * parts[1])
+            start = (at[0] * parts[1] + at[1]) * length
+            holders = replica_ranks(ranks, same, place)
+            held.append(HeldChunk(f"t{number}", (start,), length, holders))
+            rows.append(KeyRow(f"t{number}", KeyKind.SHARD, (size,), _U8))
+        columns = SaveColumns(
+            np.array([chunk.offsets[0] for chunk in held]),
+            np.array([chunk.num_bytes for chunk in held]),
+            *(None, None, np.empty(0, np.int64)),
+            *(np.empty((0, 0), np.int64),) * 2,
+        )
+        packed.append(pack_columns(columns, key_parts(rows)))
+        writes = decide_locally(held, rank)
+        alone[rank] = sum(c.num_bytes for c, mine in zip(held, writes, strict=True) if mine)
+    torchs = [
+        sum(map(_item_bytes, plan.items))
+        for plan in dedup_save_plans([unpack_save_plan(one) for one in packed])
+    ]
+    merged = merge_save_plans(packed).load_bytes
+    least = max(
+        merged.mean(),
+        *(
+            size // math.prod(n for s, n in zip(same, mesh, strict=True) if not s)
+            for size, same in tensors
+        ),
+    )
+    kinds = ", ".join("".join("R" if s else "S" for s in same) for same in replicated)
+    print(
+        f"| {mesh[0]} x {mesh[1]} | {kinds} | {merged.max() / least:.3f}"
+        f" | {alone.max() / least:.3f} | {max(torchs) / least:.3f} |"
+    )
+
+
+def _print_balance() -> None:
+    print("| mesh | placements | exchanged | alone | torch |\n| --- | --- | --- | --- | --- |")
+    for mesh in ((4, 8), (16, 8)):
+        balance(mesh, [(True, False)])
+        balance(mesh, [(True, True)])
+        balance(mesh, [(True, False), (False, False), (True, True)])
+        balance(mesh, [(True, False), (False, True), (True, True), (False, False)])
+
+
 def _item_bytes(item: object) -> int:
     data = item.tensor_data  # type: ignore[attr-defined]
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
@@ -259,7 +327,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=SHAPES, nargs="*", default=["fsdp"])
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print everything measured")
+    parser.add_argument("--balance", action="store_true", help="compare rules of balance")
     options = parser.parse_args(arguments)
+    if options.balance:
+        _print_balance()
+        return
     if options.child:
         shape, num_ranks, who = options.child
         job = Job(shape, int(num_ranks))

@@ -9,8 +9,9 @@ advance together, one chunk each per vectorised step::
     set {1,4}: chunks 9 8 1                      9 -> 1       8 -> 4     ...
     set {2,5}: chunks 9 8 1                      9 -> 2       8 -> 5     ...
 
-Small sets go first: they have the least choice; chunks that many ranks hold then fill
-what is left uneven.
+Chunks of about the same cost (within a factor of two) are dealt out together, the largest
+first; of those, small sets go first: they have the least choice, and chunks that many
+ranks hold then fill what is left uneven.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dcpstore.planning.exchange.columns import Ints
 __all__ = ["Replicated", "choose_writers"]
 
 _MAX_LAYERS = 62  # bits of a word
+_MAX_TIERS = 1024  # exponents of a double
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,30 +52,40 @@ def choose_writers(classes: list[Replicated], load_bytes: Ints) -> list[Ints]:
     Returns:
         Per class and chunk, the column of ``ranks`` that writes it.
     """
-    chosen: list[Ints] = [np.zeros(len(one.cost_bytes), np.int64) for one in classes]
-    for number in sorted(range(len(classes)), key=lambda n: classes[n].ranks.shape[1]):
-        _choose(classes[number], load_bytes, chosen[number])
+    schedules = [_schedule(one, len(load_bytes)) for one in classes]
+    chosen = [np.zeros(len(one.cost_bytes), np.int64) for one in classes]
+    steps = sorted(
+        (
+            (-tier, one.ranks.shape[1], number, step)
+            for number, one in enumerate(classes)
+            for step, (tier, _) in enumerate(schedules[number])
+        ),
+    )
+    for _, _, number, step in steps:
+        one, now = classes[number], schedules[number][step][1]
+        ranks = one.ranks[now]
+        column = load_bytes[ranks].argmin(axis=1)
+        chosen[number][now] = column
+        load_bytes[ranks[np.arange(len(now)), column]] += one.cost_bytes[now]
     return chosen
 
 
-def _choose(chunks: Replicated, load_bytes: Ints, chosen: Ints) -> None:
-    first_of_set, set_of = _distinct_sets(chunks.ranks, len(load_bytes))
-    layer_of_set = _layers(chunks.ranks[first_of_set], len(load_bytes))
+def _schedule(chunks: Replicated, num_ranks: int) -> list[tuple[int, Ints]]:
+    """Cut the chunks into steps that touch no rank twice, each with the tier of its costs."""
+    first_of_set, set_of = _distinct_sets(chunks.ranks, num_ranks)
+    layer = _layers(chunks.ranks[first_of_set], num_ranks)[set_of]
+    tier = np.frexp(chunks.cost_bytes.astype(np.float64))[1].astype(np.int64)
     # Largest first within a set, in the order of the chunks where they are equal.
     order = np.lexsort((-chunks.cost_bytes, set_of))
-    turn = _positions_in_runs(set_of[order])
-    layer = layer_of_set[set_of[order]]
-    by_step = np.lexsort((turn, layer))
-    order, turn, layer = order[by_step], turn[by_step], layer[by_step]
+    turn = np.empty(len(order), np.int64)
+    turn[order] = _positions_in_runs(set_of[order] * (_MAX_TIERS + 1) + tier[order])
+    order = np.lexsort((turn, layer, -tier))
     is_first = np.ones(len(order), bool)
-    is_first[1:] = (turn[1:] != turn[:-1]) | (layer[1:] != layer[:-1])
-    steps = [*np.flatnonzero(is_first).tolist(), len(order)]
-    for low, high in pairwise(steps):
-        now = order[low:high]
-        ranks = chunks.ranks[now]
-        column = load_bytes[ranks].argmin(axis=1)
-        chosen[now] = column
-        load_bytes[ranks[np.arange(len(now)), column]] += chunks.cost_bytes[now]
+    is_first[1:] = False
+    for column in (turn, layer, tier):
+        is_first[1:] |= column[order[1:]] != column[order[:-1]]
+    bounds = [*np.flatnonzero(is_first).tolist(), len(order)]
+    return [(int(tier[order[low]]), order[low:high]) for low, high in pairwise(bounds)]
 
 
 def _distinct_sets(ranks: Ints, num_ranks: int) -> tuple[Ints, Ints]:

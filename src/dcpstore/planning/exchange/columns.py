@@ -24,14 +24,23 @@ from dcpstore.errors import CorruptError
 from dcpstore.planning.exchange.schema import KeyRow, cut_rows, encode_rows
 from dcpstore.planning.exchange.wire import PackedPlan, Part, PartKind, PlanFlag, PlanKind
 
-__all__ = ["Ints", "SaveColumns", "decode_columns", "encode_columns", "key_parts", "pack_columns"]
+__all__ = [
+    "Ints",
+    "SaveColumns",
+    "decode_columns",
+    "encode_columns",
+    "key_parts",
+    "pack_columns",
+    "pack_ints",
+    "unpack_ints",
+]
 
 Ints: TypeAlias = npt.NDArray[Any]
 
-_PREFIX = struct.Struct("<IHBBBBBBB")  # boxes, dimensions of a box, a width per column
-_WIDTHS = (0, 1, 2, 4, 8)
-_BOUNDS = (0, 2**8, 2**16, 2**31)
-_DTYPES = (None, np.dtype("u1"), np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8"))
+_NUM_COLUMNS = struct.Struct("<B")
+_COLUMN = struct.Struct("<BI")  # width code, elements
+_DTYPES = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8"))
+_BOUNDS = (2**8, 2**16, 2**31, 2**63)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,22 +96,16 @@ def pack_columns(
 
 def encode_columns(columns: SaveColumns) -> bytes:
     """Turn columns into bytes; equal columns into equal ones."""
-    hint = None if columns.hint is None else columns.hint + 1  # 0 for none stays narrow
-    stored = [
-        _narrow(column)
-        for column in (
-            columns.start,
-            columns.length,
-            columns.row,
-            hint,
-            columns.box_item,
-            columns.box_offsets.ravel(),
-            columns.box_sizes.ravel(),
-        )
-    ]
-    num_boxes, num_dims = columns.box_offsets.shape
-    prefix = _PREFIX.pack(num_boxes, num_dims, *(width for width, _ in stored))
-    return zlib.compress(b"".join([prefix, *(raw for _, raw in stored)]), 1)
+    none = np.empty(0, np.int64)
+    return pack_ints(
+        columns.start,
+        columns.length,
+        none if columns.row is None else columns.row,
+        none if columns.hint is None else columns.hint + 1,  # 0 for none stays narrow
+        columns.box_item,
+        columns.box_offsets.ravel(),
+        columns.box_sizes.ravel(),
+    )
 
 
 def decode_columns(data: bytes | memoryview, num_items: int) -> SaveColumns:
@@ -112,40 +115,53 @@ def decode_columns(data: bytes | memoryview, num_items: int) -> SaveColumns:
         CorruptError: If these are not the bytes of the columns of so many items.
     """
     try:
+        start, length, row, hint, box_item, offsets, sizes = unpack_ints(data)
+        if len(start) != num_items or any(len(one) not in (0, num_items) for one in (row, hint)):
+            raise ValueError(f"{len(start)} items, the head says {num_items}")
+        num_boxes = len(box_item)
+        shape = (num_boxes, len(offsets) // num_boxes if num_boxes else 0)
+        return SaveColumns(
+            start=start,
+            length=length,
+            row=row if len(row) else None,
+            hint=hint.astype(np.int64) - 1 if len(hint) else None,
+            box_item=box_item,
+            box_offsets=offsets.reshape(shape),
+            box_sizes=sizes.reshape(shape),
+        )
+    except ValueError as error:
+        raise CorruptError(f"a packed plan's columns are damaged: {error}") from error
+
+
+def pack_ints(*columns: Ints) -> bytes:
+    """Pack columns of integers, each as narrow as it goes."""
+    heads, raws = [_NUM_COLUMNS.pack(len(columns))], []
+    for column in columns:
+        code = 0
+        if len(column):
+            low, high = int(column.min()), int(column.max())
+            code = 3 if low < 0 else next(c for c, bound in enumerate(_BOUNDS) if high < bound)
+        heads.append(_COLUMN.pack(code, len(column)))
+        raws.append(column.astype(_DTYPES[code]).tobytes())
+    return zlib.compress(b"".join([*heads, *raws]), 1)
+
+
+def unpack_ints(data: bytes | memoryview) -> list[Ints]:
+    """Return the columns that `pack_ints` packed, as views of one buffer.
+
+    Raises:
+        CorruptError: If these are not the bytes of such columns.
+    """
+    try:
         raw = zlib.decompress(data)
-        num_boxes, num_dims, *codes = _PREFIX.unpack_from(raw)
-        counts = (num_items,) * 4 + (num_boxes,) + (num_boxes * num_dims,) * 2
-        at = _PREFIX.size
-        found: list[Ints | None] = []
-        for code, count in zip(codes, counts, strict=True):
-            dtype = _DTYPES[code]
-            found.append(None if dtype is None else np.frombuffer(raw, dtype, count, at))
-            at += _WIDTHS[code] * count
+        (count,) = _NUM_COLUMNS.unpack_from(raw)
+        at = _NUM_COLUMNS.size + count * _COLUMN.size
+        found = []
+        for code, length in _COLUMN.iter_unpack(raw[_NUM_COLUMNS.size : at]):
+            found.append(np.frombuffer(raw, _DTYPES[code], length, at))
+            at += found[-1].nbytes
         if at != len(raw):
             raise ValueError(f"{len(raw)} bytes, expected {at}")
     except (zlib.error, struct.error, ValueError, IndexError) as error:
         raise CorruptError(f"a packed plan's columns are damaged: {error!r}") from error
-    start, length, row, hint, box_item, box_offsets, box_sizes = found
-    none = np.empty(0, np.int64)
-    return SaveColumns(
-        start=none if start is None else start,
-        length=none if length is None else length,
-        row=row,
-        hint=None if hint is None else hint.astype(np.int64) - 1,
-        box_item=none if box_item is None else box_item,
-        box_offsets=_boxes(box_offsets, num_boxes, num_dims),
-        box_sizes=_boxes(box_sizes, num_boxes, num_dims),
-    )
-
-
-def _boxes(flat: Ints | None, num_boxes: int, num_dims: int) -> Ints:
-    values = np.empty(0, np.int64) if flat is None else flat
-    return values.reshape(num_boxes, num_dims)
-
-
-def _narrow(column: Ints | None) -> tuple[int, bytes]:
-    if column is None or not len(column):
-        return 0, b""
-    low, high = int(column.min()), int(column.max())
-    code = 4 if low < 0 else next((c for c in (1, 2, 3) if high < _BOUNDS[c]), 4)
-    return code, column.astype(_DTYPES[code]).tobytes()
+    return found

@@ -91,10 +91,10 @@ def _addresses(rows: Sequence[KeyRow]) -> tuple[Ints, Ints]:
 
     Offsets up to and including the size occur: an empty chunk lies behind the last row.
     """
-    num_dims = max((len(row.size) for row in rows), default=1)
+    num_dims = max((len(row.size) for row in rows), default=0) or 1
     steps, bases, base = [], [], 0
     for row in rows:
-        step, extent = [0] * max(num_dims, 1), 1
+        step, extent = [0] * num_dims, 1
         for dim in range(len(row.size) - 1, -1, -1):
             step[dim] = extent
             extent *= row.size[dim] + 1
@@ -105,7 +105,9 @@ def _addresses(rows: Sequence[KeyRow]) -> tuple[Ints, Ints]:
         raise IncompatibleError(
             f"the plans' tensors have {base} elements together; at most 2**62 can be planned"
         )
-    return np.array(steps, np.int64).reshape(len(rows), -1), np.array([*bases, base], np.int64)
+    return np.array(steps, np.int64).reshape(len(rows), num_dims), np.array(
+        [*bases, base], np.int64
+    )
 
 
 def join_tables(plans: Iterable[PackedPlan]) -> KeyTable:

@@ -1,0 +1,457 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
+from dcpstore.planning.exchange.decisions import Decision
+from dcpstore.planning.exchange.load_plans import pack_load_plan, unpack_load_plan
+from dcpstore.planning.exchange.merge import merge_save_plans
+from dcpstore.planning.exchange.problems import PlanError
+from dcpstore.planning.exchange.save_plans import (
+    apply_decision,
+    extras_of,
+    pack_save_plan,
+    to_metadata,
+    to_packed_plan,
+    unpack_save_plan,
+)
+from dcpstore.planning.exchange.wire import PackedPlan, PartKind
+
+Shape = tuple[int, ...]
+
+
+def shard(
+    fqn: str,
+    offsets: Shape,
+    sizes: Shape,
+    size: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kind: WriteItemType = WriteItemType.SHARD,
+    hint: int | None = None,
+) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))
+    return WriteItem(MetadataIndex(fqn, offsets, hint), kind, tensor_data=data)
+
+
+def whole(fqn: str, size: Shape, dtype: torch.dtype = torch.float32) -> WriteItem:
+    zeros = (0,) * len(size)
+    return shard(fqn, zeros, size, size, dtype=dtype, kind=WriteItemType.TENSOR)
+
+
+def value(fqn: str, nbytes: int | None = None) -> WriteItem:
+    data = None if nbytes is None else BytesIOWriteData(nbytes)
+    return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO, bytes_io_data=data)
+
+
+def merge(*plans: list[WriteItem], **options: Any) -> list[SavePlan]:
+    """Return each rank's plan as the coordinator decided."""
+    local = [SavePlan(items) for items in plans]
+    merged = merge_save_plans([pack_save_plan(plan) for plan in local], **options)
+    return [
+        apply_decision(plan, decision)
+        for plan, decision in zip(local, merged.decisions, strict=True)
+    ]
+
+
+def fqns(plans: list[SavePlan]) -> list[list[str]]:
+    return [[item.index.fqn for item in plan.items] for plan in plans]
+
+
+def problem_of(*plans: list[WriteItem], **options: Any) -> tuple[str, str, tuple[int, ...], str]:
+    with pytest.raises(PlanError) as caught:
+        merge(*plans, **options)
+    problem = caught.value.problems[0]
+    assert problem.text in str(caught.value)
+    assert repr(problem.fqn) in problem.text
+    return problem.kind, problem.fqn, problem.ranks, problem.text
+
+
+# --- packing ---------------------------------------------------------------------------
+
+
+def everything() -> SavePlan:
+    channels_last = TensorProperties(
+        torch.float16, torch.strided, True, torch.channels_last, pin_memory=True
+    )
+    odd = shard("conv", (0, 8, 0, 0), (4, 8, 3, 3), (4, 16, 3, 3))
+    assert odd.tensor_data is not None
+    odd = dataclasses.replace(
+        odd, tensor_data=dataclasses.replace(odd.tensor_data, properties=channels_last)
+    )
+    items = [
+        shard("a.w", (4, 0), (2, 8), (16, 8)),
+        shard("a.w", (6, 0), (2, 8), (16, 8), hint=3),
+        shard("a.c", (0, 2), (16, 2), (16, 8), dtype=torch.bfloat16),
+        odd,
+        whole("a.n\u00efve \U0001f600 \ud800", (7,)),
+        whole("step", ()),
+        whole("none", (0,)),
+        shard("huge", (2**40,), (2**33,), (2**41,)),
+        value("config"),
+        value("bytes", 2**35),
+        WriteItem(
+            MetadataIndex("unindexed"),
+            WriteItemType.TENSOR,
+            tensor_data=whole("unindexed", (3,)).tensor_data,
+        ),
+    ]
+    return SavePlan(items, planner_data={"a.w": ("a", "w"), "x.0": ("x", 0), "step": ("step",)})
+
+
+def test_a_packed_plan_comes_back_equal_in_every_field() -> None:
+    plan = everything()
+    back = unpack_save_plan(pack_save_plan(plan))
+    assert back == plan
+    assert [item.index.index for item in back.items] == [item.index.index for item in plan.items]
+    assert list(map(type, back.planner_data["x.0"])) == [str, int]
+
+
+def test_an_empty_plan_comes_back() -> None:
+    assert unpack_save_plan(pack_save_plan(SavePlan([]))) == SavePlan([])
+    assert unpack_save_plan(pack_save_plan(SavePlan([], planner_data={}))).planner_data == {}
+
+
+def test_packing_is_a_function_of_the_plan() -> None:
+    assert pack_save_plan(everything()) == pack_save_plan(everything())
+
+
+def test_a_flattening_map_is_not_pickled_and_other_planner_data_is() -> None:
+    assert to_packed_plan(everything()).first_of(PartKind.EXTRAS) is None
+    custom = SavePlan([value("a")], storage_data={"rank": 3}, planner_data=["mine", 1.5])
+    packed = to_packed_plan(custom)
+    assert unpack_save_plan(packed) == custom
+    extras = packed.first_of(PartKind.EXTRAS)
+    assert extras is not None
+    assert extras_of(extras) == {"planner_data": ["mine", 1.5], "storage_data": {"rank": 3}}
+
+
+@pytest.mark.parametrize("data", [{"a": ["list"]}, {1: ("a",)}, {"a": (1.5,)}, {"a": (True,)}])
+def test_a_map_that_columns_cannot_hold_travels_pickled(data: Any) -> None:
+    back = unpack_save_plan(pack_save_plan(SavePlan([value("a")], planner_data=data)))
+    assert back.planner_data == data
+    assert pickle.dumps(back.planner_data) == pickle.dumps(data)
+
+
+class Trap:
+    """Fails whoever unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def test_the_coordinator_passes_pickled_data_on_unopened() -> None:
+    trapped = to_packed_plan(SavePlan([value("a")], storage_data=Trap()))
+    merged = merge_save_plans([to_packed_plan(SavePlan([value("a")])), trapped])
+    assert list(merged.extras) == [1]
+    with pytest.raises(ValueError, match="no number"):
+        extras_of(merged.extras[1])
+
+
+def test_plans_and_items_of_derived_classes_are_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class MyPlan(SavePlan):
+        mine: int = 0
+
+    @dataclasses.dataclass(frozen=True)
+    class MyItem(WriteItem):
+        mine: int = 0
+
+    with pytest.raises(IncompatibleError, match="MyPlan"):
+        pack_save_plan(MyPlan([]))
+    with pytest.raises(IncompatibleError, match="'a'"):
+        pack_save_plan(SavePlan([MyItem(MetadataIndex("a"), WriteItemType.BYTE_IO)]))
+
+
+def test_items_that_no_planner_makes_are_refused_by_name() -> None:
+    good = shard("w", (0, 0), (1, 1), (4, 4))
+    data = good.tensor_data
+    assert data is not None
+    flat = ChunkStorageMetadata(torch.Size((0,)), torch.Size((1,)))
+    for bad in (
+        dataclasses.replace(good, tensor_data=None),
+        dataclasses.replace(good, type=WriteItemType.BYTE_IO),
+        dataclasses.replace(good, index=MetadataIndex("w", (1, 1))),
+        dataclasses.replace(good, tensor_data=dataclasses.replace(data, chunk=None)),
+        dataclasses.replace(good, tensor_data=dataclasses.replace(data, chunk=flat)),
+        WriteItem(MetadataIndex("w", (0,)), WriteItemType.BYTE_IO),
+    ):
+        with pytest.raises(IncompatibleError, match="'w'"):
+            pack_save_plan(SavePlan([bad]))
+
+
+def test_ranks_share_the_tables_of_keys_that_they_have_in_common() -> None:
+    def rank(number: int) -> PackedPlan:
+        keys = [shard(f"layers.{n}.w", (number, 0), (1, 4), (8, 4)) for n in range(300)]
+        return to_packed_plan(SavePlan([*keys, value(f"loader.rank_{number}")]))
+
+    first, second = rank(0), rank(1)
+    names = [{name for name in plan.names if name[0] == PartKind.KEYS} for plan in (first, second)]
+    assert len(names[0]) > 2
+    assert len(names[0] - names[1]) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "magic", "flip", "long"])
+def test_damaged_plans_are_refused(damage: str) -> None:
+    data = bytearray(pack_save_plan(everything()))
+    if damage == "cut":
+        del data[-1:]
+    elif damage == "magic":
+        data[0] ^= 1
+    elif damage == "flip":
+        data[-5] ^= 255
+    else:
+        data += b"\0"
+    with pytest.raises(CorruptError):
+        merge_save_plans([bytes(data)])
+
+
+def test_a_load_plan_comes_back_equal() -> None:
+    def read(fqn: str, kind: LoadItemType, offset: Shape | None, hint: int | None) -> ReadItem:
+        dims = 0 if offset is None else len(offset)
+        return ReadItem(
+            kind,
+            MetadataIndex(fqn, offset, hint),
+            torch.Size((1,) * dims),
+            MetadataIndex("saved." + fqn, offset),
+            torch.Size((2,) * dims),
+            torch.Size((2**35,) * dims),
+        )
+
+    items = [
+        read("a", LoadItemType.TENSOR, (3, 4), 7),
+        read("b", LoadItemType.BYTE_IO, None, None),
+        read("c", LoadItemType.TENSOR, (), 0),
+        read("a", LoadItemType.TENSOR, (9, 4), None),
+    ]
+    for plan in (LoadPlan(items), LoadPlan([]), LoadPlan(items, {"s": 1}, ("p",))):
+        back = unpack_load_plan(pack_load_plan(plan))
+        assert back == plan
+        assert [i.dest_index.index for i in back.items] == [i.dest_index.index for i in plan.items]
+    with pytest.raises(ConfigError):
+        unpack_save_plan(pack_load_plan(LoadPlan(items)))
+    with pytest.raises(ConfigError, match="rank 0"):
+        merge_save_plans([pack_load_plan(LoadPlan(items))])
+    with pytest.raises(ConfigError):
+        unpack_load_plan(pack_save_plan(everything()))
+
+
+# --- merging ---------------------------------------------------------------------------
+
+
+def test_each_replica_is_written_once_and_shards_stay() -> None:
+    plans = merge(
+        *([shard("w", (r, 0), (1, 4), (3, 4)), whole("n", (4,)), value("v")] for r in range(3))
+    )
+    kept = fqns(plans)
+    assert all("w" in names for names in kept)
+    assert sum(names.count("n") for names in kept) == 1
+    assert sum(names.count("v") for names in kept) == 1
+
+
+def test_items_in_any_order_and_number_per_rank_are_merged() -> None:
+    plans = merge(
+        [whole("b", (2,)), shard("a", (0,), (4,), (8,)), shard("a", (4,), (2,), (8,))],
+        [shard("a", (6,), (2,), (8,)), whole("b", (2,)), value("own")],
+        [],
+    )
+    assert sorted(itertools.chain.from_iterable(fqns(plans))) == ["a", "a", "a", "b", "own"]
+
+
+def test_replicas_of_pipeline_stages_that_share_some_keys_are_merged() -> None:
+    def rank(number: int) -> list[WriteItem]:
+        stage = number // 5
+        own = [shard(f"s{stage}.{n}", (number % 5,), (1,), (5,)) for n in range(40)]
+        tied = [shard("embedding", (number % 5, 0), (1, 2), (5, 2))] if stage != 1 else []
+        return [*tied, *own] if stage == 0 else [*own, *tied]
+
+    plans = merge(*(rank(number) for number in range(15)))
+    names = list(itertools.chain.from_iterable(fqns(plans)))
+    assert len(names) == 3 * 40 * 5 + 5
+    assert names.count("embedding") == 5
+
+
+def test_an_empty_chunk_never_wins_over_a_full_one_at_its_offsets() -> None:
+    plans = merge(
+        [shard("w", (0,), (0,), (4,))],
+        [shard("w", (0,), (4,), (4,))],
+        [shard("w", (0,), (0,), (4,))],
+        [shard("w", (0,), (4,), (4,))],
+    )
+    kept = [item for plan in plans for item in plan.items]
+    assert [item.tensor_data.chunk.sizes[0] for item in kept if item.tensor_data] == [4]
+
+
+def test_the_hint_is_the_position_in_the_metadata() -> None:
+    local = [
+        SavePlan([shard("w", (8 - 2 * r, 0), (2, 4), (8, 4)), value("v")]) for r in range(1, 5)
+    ]
+    merged = merge_save_plans([pack_save_plan(plan) for plan in local], with_hints=True)
+    metadata = to_metadata(merged)
+    seen = 0
+    for plan, decision in zip(local, merged.decisions, strict=True):
+        for item in apply_decision(plan, decision).items:
+            if item.tensor_data is not None:
+                chunks = metadata.state_dict_metadata[item.index.fqn].chunks
+                assert item.index.index is not None
+                assert chunks[item.index.index] == item.tensor_data.chunk
+                seen += 1
+    assert seen == 4
+
+
+def test_flattening_maps_are_joined_and_the_first_rank_wins() -> None:
+    plans = [
+        SavePlan([value("a")], planner_data={"a": ("a",), "b": ("b", 0)}),
+        SavePlan([value("a")], planner_data={"b": ("b", "0"), "c": ("c",)}),
+    ]
+    merged = merge_save_plans([pack_save_plan(plan) for plan in plans])
+    assert to_metadata(merged).planner_data == {"a": ("a",), "b": ("b", 0), "c": ("c",)}
+    without = merge_save_plans([pack_save_plan(SavePlan([value("a")]))])
+    assert to_metadata(without).planner_data is None
+
+
+def test_a_decision_answers_one_plan_only() -> None:
+    plan = SavePlan([value("a"), value("b")])
+    packed = to_packed_plan(plan)
+    decision = merge_save_plans([packed]).decision(0)
+    assert apply_decision(plan, decision, digest=packed.digest) == plan
+    with pytest.raises(CorruptError, match="2 items"):
+        apply_decision(SavePlan([value("a")]), decision)
+    with pytest.raises(CorruptError):
+        apply_decision(plan, decision, digest=bytes(16))
+    for damaged in (decision.to_bytes()[:10], b"\xff" + decision.to_bytes()[1:]):
+        with pytest.raises(CorruptError):
+            Decision.from_bytes(damaged)
+
+
+def test_a_decision_takes_a_few_bytes() -> None:
+    items = [whole(f"n{n}", (8,)) for n in range(1000)]
+    local = [SavePlan(items) for _ in range(8)]
+    merged = merge_save_plans([pack_save_plan(plan) for plan in local])
+    assert max(map(len, merged.decisions)) <= 26 + 125
+    kept = [apply_decision(p, d) for p, d in zip(local, merged.decisions, strict=True)]
+    assert sum(len(plan.items) for plan in kept) == 1000
+
+
+def test_the_merge_does_not_depend_on_the_process() -> None:
+    local = [[whole(f"n{n}", (n + 1,)) for n in range(50)] for _ in range(7)]
+    packed = [pack_save_plan(SavePlan(items)) for items in local]
+    assert merge_save_plans(packed).decisions == merge_save_plans(packed).decisions
+
+
+# --- what is refused -------------------------------------------------------------------
+
+
+def test_another_size_dtype_or_kind_names_key_and_ranks() -> None:
+    kind, _, ranks, text = problem_of([whole("w", (4,))], [whole("w", (4,))], [whole("w", (5,))])
+    assert (kind, ranks) == ("conflict", (0, 1, 2))
+    assert "(4,) on ranks 0, 1 but" in text
+    assert "(5,) on rank 2" in text
+    _, _, _, text = problem_of([whole("w", (4,))], [whole("w", (4,), torch.float16)])
+    assert "float32" in text
+    assert "float16" in text
+    _, _, _, text = problem_of([whole("w", (4,))], [value("w")])
+    assert "a value on rank 1" in text
+
+
+def test_a_chunk_outside_its_tensor_names_chunk_and_rank() -> None:
+    ok = shard("w", (0, 0), (4, 4), (8, 4))
+    kind, _, ranks, text = problem_of([ok], [shard("w", (4, 0), (5, 4), (8, 4))])
+    assert (kind, ranks) == ("bounds", (1,))
+    assert "sizes (5, 4) at (4, 0)" in text
+    assert problem_of([ok], [shard("w", (4, 1), (4, 4), (8, 4))])[0] == "bounds"
+    assert problem_of([ok], [shard("w", (-4, 0), (4, 4), (8, 4))])[0] == "bounds"
+    assert problem_of([ok], [shard("w", (4, 0), (4, -4), (8, 4))])[0] == "bounds"
+
+
+def test_overlapping_chunks_are_named_with_their_ranks() -> None:
+    kind, _, ranks, text = problem_of(
+        [shard("w", (0,), (4,), (8,))], [shard("w", (3,), (5,), (8,))], [value("v")]
+    )
+    assert (kind, ranks) == ("overlap", (0, 1))
+    assert "sizes (4,) at (0,) (rank 0)" in text
+    assert "sizes (5,) at (3,) (rank 1)" in text
+
+
+def test_a_gap_tells_how_much_is_missing() -> None:
+    kind, _, ranks, text = problem_of(
+        [shard("w", (0, 0), (4, 2), (8, 2))], [shard("w", (5, 0), (3, 2), (8, 2))]
+    )
+    assert (kind, ranks) == ("gap", (0, 1))
+    assert "14 of 16 elements" in text
+
+
+def test_a_gap_is_no_error_for_one_rank_as_in_dcp_unless_asked_for() -> None:
+    part = [shard("w", (0,), (4,), (8,))]
+    assert fqns(merge(part)) == [["w"]]
+    assert problem_of(part, require_full=True)[0] == "gap"
+    merge(part, [value("v")], require_full=False)
+
+
+def test_copies_of_one_chunk_must_have_one_size() -> None:
+    kind, _, ranks, text = problem_of(
+        [shard("w", (0,), (4,), (8,))],
+        [shard("w", (0,), (3,), (8,))],
+        [shard("w", (4,), (4,), (8,))],
+    )
+    assert (kind, ranks) == ("conflict", (0, 1))
+    assert "sizes (4,)" in text
+    assert "sizes (3,)" in text
+    box = shard("w", (0, 0, 0), (2, 1, 3), (2, 3, 3))
+    other = shard("w", (0, 0, 0), (2, 3, 1), (2, 3, 3))
+    assert problem_of([box], [other])[0] == "conflict"
+    assert problem_of([box], [whole("w", (2, 3, 3))])[0] == "conflict"
+
+
+def test_a_rank_that_plans_a_chunk_twice_is_named() -> None:
+    one = shard("w", (0,), (8,), (8,))
+    kind, _, ranks, _ = problem_of([value("v")], [one, one], [one])
+    assert (kind, ranks) == ("duplicate", (1,))
+
+
+def test_a_reference_to_an_earlier_plan_is_refused() -> None:
+    if not any(field.name == "usable" for field in dataclasses.fields(SavePlan)):
+        pytest.skip("this torch has no plan cache")
+    packed = pack_save_plan(SavePlan([], usable=False))
+    assert unpack_save_plan(packed).usable is False
+    with pytest.raises(ConfigError, match="rank 1"):
+        merge_save_plans([pack_save_plan(SavePlan([])), packed])
+
+
+def test_many_problems_are_told_in_part_and_counted() -> None:
+    items = [shard(f"w{n}", (0,), (9,), (8,)) for n in range(40)]
+    with pytest.raises(PlanError, match="24 more") as caught:
+        merge(items)
+    assert len(caught.value.problems) == 16
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.problems == caught.value.problems
+    assert str(again) == str(caught.value)
+
+
+def test_impossible_sizes_are_refused_before_they_overflow() -> None:
+    with pytest.raises(IncompatibleError, match="'w'"):
+        merge([whole("w", (2**40, 2**40))])
+    with pytest.raises(IncompatibleError, match="2\\*\\*62"):
+        merge([whole("w", (2**60,)), *(whole(f"w{n}", (2**60,)) for n in range(8))])
