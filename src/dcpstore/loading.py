@@ -10,12 +10,17 @@ Call order, as the docstrings of DCP's ``LoadPlanner`` and ``StorageReader`` pro
    are ours and would return the plans as they are
 4. (all ranks) ``planner.finish_plan``, then read: what several ranks want is fetched by one of
    them and shared. With a reader that is not ours: ``reader.read_data``
+5. (all ranks) ``Stateful`` values are given their state
+
+Every call into a planner, a reader or a value of the caller's is part of a step, so that no
+rank waits for one that failed in it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +34,7 @@ from dcpstore.collectives import RankGroup, steps
 from dcpstore.config import ReadConfig
 from dcpstore.discovery import Discovered
 from dcpstore.errors import ConfigError, NotFoundError
-from dcpstore.fetch import ReadStats
+from dcpstore.fetch import ReadJob, ReadStats
 from dcpstore.planners import LoadPlanner
 from dcpstore.planners.rules import Strictness
 from dcpstore.progress import Meter, ProgressCallback, show_progress
@@ -133,32 +138,25 @@ class _LoadJob:
         self._phases = Phases()
         self._meter = Meter("load")
         self._sharing = "not shared: the reader is not dcpstore's"
+        self._state: dict[str, Any] = {}
+        self._metadata: Metadata
+        self._planned: set[str] = set()
 
     def run(self, state_dict: MutableMapping[str, Any], meter: Meter) -> LoadResult:
         self._meter = meter
-        state = {
-            key: value.state_dict() if isinstance(value, Stateful) else value
-            for key, value in sorted(state_dict.items())
-        }
         with self._phases.phase("metadata"):
-            metadata, is_global = self._read_metadata()
+            found, is_global = self._read_metadata()
         with self._phases.phase("plan"):
-            plan = self._plan(state, metadata)
+            plan = self._plan(state_dict, found)
         with self._phases.phase("read"):
             if isinstance(self._reader, ObjectStoreReader):
-                stats = self._read_ours(self._reader, plan, metadata, is_global)
+                stats = self._read_ours(self._reader, plan, is_global)
             else:
                 stats = self._read_foreign(plan)
-        for key, value in state.items():
-            target = state_dict[key]
-            if isinstance(target, Stateful):
-                target.load_state_dict(value)
-            else:
-                state_dict[key] = value
-        return self._result(plan, metadata, stats)
+        return self._result(state_dict, stats)
 
-    def _read_metadata(self) -> tuple[Metadata, bool]:
-        """Return the metadata, and whether it is that of all ranks together."""
+    def _read_metadata(self) -> tuple[Metadata | Discovered, bool]:
+        """Return the metadata, opened or not, and whether it is that of all ranks together."""
         reader = self._reader
         if not isinstance(reader, ObjectStoreReader):
             read: list[Metadata] = []
@@ -173,8 +171,8 @@ class _LoadJob:
 
         found = steps.broadcast(self._group, "read metadata", look)
         if isinstance(found, Discovered):
-            return reader.open_metadata(found), True
-        return reader.open_metadata(self._read_own_metadata(reader, found)), False
+            return found, True
+        return self._read_own_metadata(reader, found), False
 
     def _read_own_metadata(self, reader: ObjectStoreReader, absent: NotFoundError) -> Discovered:
         """Look for this rank's own metadata, as a save with use_collectives=False leaves it."""
@@ -189,10 +187,19 @@ class _LoadJob:
         run_on_all(self._group, "read each rank's metadata", look)
         return own[0]
 
-    def _plan(self, state: dict[str, Any], metadata: Metadata) -> LoadPlan:
+    def _plan(self, state_dict: MutableMapping[str, Any], found: Metadata | Discovered) -> LoadPlan:
         def locally() -> LoadPlan:
             is_coordinator = self._group.is_coordinator
-            self._planner.set_up_planner(state, metadata, is_coordinator)
+            self._state = {
+                key: value.state_dict() if isinstance(value, Stateful) else value
+                for key, value in sorted(state_dict.items())
+            }
+            metadata = found
+            if isinstance(self._reader, ObjectStoreReader) and isinstance(found, Discovered):
+                metadata = self._reader.open_metadata(found)
+            assert isinstance(metadata, Metadata)
+            self._metadata = metadata
+            self._planner.set_up_planner(self._state, metadata, is_coordinator)
             call_set_up(
                 self._reader.set_up_storage_reader,
                 metadata,
@@ -206,12 +213,15 @@ class _LoadJob:
             return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
 
         if self._needs_global_plan():
-            plan = steps.reduce_scatter(self._group, "plan", locally, globally)
-        else:
-            made: list[LoadPlan] = []
-            run_on_all(self._group, "plan", lambda: made.append(locally()))
-            plan = made[0]
-        return self._planner.finish_plan(plan)
+            return steps.reduce_scatter(self._group, "plan", locally, globally)
+        made: list[LoadPlan] = []
+        run_on_all(self._group, "plan", lambda: made.append(locally()))
+        return made[0]
+
+    def _finish_plan(self, plan: LoadPlan) -> LoadPlan:
+        finished = self._planner.finish_plan(plan)
+        self._planned = {item.storage_index.fqn for item in finished.items}
+        return finished
 
     def _needs_global_plan(self) -> bool:
         """Ours return the plans as they are, so sending them to the coordinator is for nothing."""
@@ -221,12 +231,17 @@ class _LoadJob:
             and type(self._planner).create_global_plan is LoadPlanner.create_global_plan
         )
 
-    def _read_ours(
-        self, reader: ObjectStoreReader, plan: LoadPlan, metadata: Metadata, is_global: bool
-    ) -> ReadStats:
-        with reader.open_job(self._meter) as job:
-            run_on_all(self._group, "check targets", lambda: job.prepare(plan.items, self._planner))
-            keys = sorted({item.key for item in metadata.storage_data.values()})
+    def _read_ours(self, reader: ObjectStoreReader, plan: LoadPlan, is_global: bool) -> ReadStats:
+        with ExitStack() as stack:
+            jobs: list[ReadJob] = []
+
+            def prepare() -> None:
+                jobs.append(stack.enter_context(reader.open_job(self._meter)))
+                jobs[0].prepare(self._finish_plan(plan).items, self._planner)
+
+            run_on_all(self._group, "check targets", prepare)
+            job = jobs[0]
+            keys = sorted({item.key for item in self._metadata.storage_data.values()})
             numbers = {key: number for number, key in enumerate(keys)}
             sharing = plan_shares(
                 self._group,
@@ -242,10 +257,22 @@ class _LoadJob:
         return job.stats
 
     def _read_foreign(self, plan: LoadPlan) -> ReadStats:
-        run_on_all(self._group, "read", lambda: self._reader.read_data(plan, self._planner).wait())
+        def read() -> None:
+            self._reader.read_data(self._finish_plan(plan), self._planner).wait()
+
+        run_on_all(self._group, "read", read)
         return ReadStats()
 
-    def _result(self, plan: LoadPlan, metadata: Metadata, stats: ReadStats) -> LoadResult:
+    def _hand_over(self, state_dict: MutableMapping[str, Any]) -> None:
+        """Give the caller's objects what was loaded for them."""
+        for key, value in self._state.items():
+            target = state_dict[key]
+            if isinstance(target, Stateful):
+                target.load_state_dict(value)
+            else:
+                state_dict[key] = value
+
+    def _result(self, state_dict: MutableMapping[str, Any], stats: ReadStats) -> LoadResult:
         own = Transfer(
             stats.num_requests,
             stats.needed_bytes,
@@ -253,13 +280,17 @@ class _LoadJob:
             stats.received_bytes,
             stats.peak_bytes,
         )
-        job = Transfer.total(steps.all_gather(self._group, "report", lambda: own))
-        planned = sorted({item.storage_index.fqn for item in plan.items})
+
+        def hand_over() -> Transfer:
+            self._hand_over(state_dict)
+            return own
+
+        job = Transfer.total(steps.all_gather(self._group, "hand over", hand_over))
         result = LoadResult(
             url=str(getattr(self._reader, "checkpoint_id", "")),
-            loaded=tuple(planned),
+            loaded=tuple(sorted(self._planned)),
             missing=(),
-            unexpected=tuple(sorted(metadata.state_dict_metadata.keys() - set(planned))),
+            unexpected=tuple(sorted(self._metadata.state_dict_metadata.keys() - self._planned)),
             cast={},
             rank=own,
             job=job,
