@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from dcpstore.collectives import RankGroup, steps
+from dcpstore.collectives.board import BoardLostError
 from dcpstore.config import WriteConfig
-from dcpstore.errors import CommitUnknownError, ConfigError, RankFailures
+from dcpstore.errors import CheckpointError, CommitUnknownError, ConfigError, RankFailures
 from dcpstore.plan_exchange import AgreedPlan, agree_on_save_plan
 from dcpstore.planners import SavePlanner
 from dcpstore.progress import Meter, ProgressCallback, show_progress
@@ -112,10 +113,17 @@ def _writer(
 
 
 def _is_surely_unsealed(failures: RankFailures, group: RankGroup) -> bool:
-    """Tell whether nobody can have sealed, or may yet seal, the checkpoint."""
-    silent = failures.causes.keys() - failures.tracebacks.keys()
-    unknown = [e for e in failures.exceptions.values() if isinstance(e, CommitUnknownError)]
-    return group.coordinator not in silent and not unknown
+    """Tell whether nobody can have sealed, or may yet seal, the checkpoint.
+
+    All ranks agree that a step failed, and nobody seals before the last one. But ranks that
+    lost the board agree on nothing, and a seal that broke off may still be under way.
+    """
+    if isinstance(failures.__cause__, BoardLostError):
+        return False
+    if failures.step != "seal":
+        return True
+    error = failures.exceptions.get(group.coordinator)
+    return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknownError)
 
 
 @dataclass(frozen=True, slots=True)
