@@ -18,8 +18,8 @@ deadline passes does not guess: it proposes that whoever has not answered failed
 coordinator, and all ranks read the same decision. So does a rank that is interrupted while it
 waits. A rank that comes late finds the decision there and raises the same error.
 
-Keys go when nobody can want them: a rank's own in its next step; the coordinator's in the next
-step in which every rank answered; and what the last step left, by the last rank to leave.
+Keys go when nobody can want them: those of a step once every rank has answered in a later one,
+and those of the last step when ranks leave the group.
 """
 
 from __future__ import annotations
@@ -174,18 +174,18 @@ class Exchange:
 
     def leave(self, error: BaseException | None = None) -> None:
         """End this rank's part; with an error, the others learn of it in their next step."""
-        board, left = self._board, f"{self._number}/left"
+        board, left = self._board, "left"
         if error is not None and not isinstance(error, RankFailures | BoardLostError):
             cause = describe(error, during="left the group before this step, with ")
             board.post(f"{self._number}/u/{self._rank}", Answer("", cause).encode())
             board.count(left)
-        board.drop(self._own_keys)
-        self._own_keys = []
+        if not self._had_failure:  # or else somebody may still be reading who failed
+            board.drop(self._own_keys)
         if board.count("closed") < self._size:
             return
         steps, ranks = [*self._open_steps, self._number], range(self._size)
         keys = [f"{number}/{kind}" for number in steps for kind in "degp"]
-        if self._had_failure or error is not None or board.count(left) > 1:
+        if self._had_failure or board.count(left) > 1:
             keys += [f"{number}/{kind}/{r}" for number in steps for kind in "uap" for r in ranks]
         board.drop([*keys, left, "closed"])
 
@@ -246,7 +246,6 @@ class Exchange:
             self._board.post(call.key("g"), Decision(order=order).encode())
             for rank, blob in self._bulk.pull(order, sizes, call.left_s).items():
                 blobs[rank] = blob
-            order = LaneOrder(order.name, is_fresh=False)
         parts = call.combine(blobs)
         if len(parts) not in (1, self._size):
             raise ValueError(f"{len(parts)} parts were made for {self._size} ranks")
@@ -283,11 +282,13 @@ class Exchange:
         return self._await(call, "u")
 
     def _forget_earlier(self, call: _Call[T], decision: Decision) -> None:
-        """Once every rank is in this step, nobody wants the decisions of earlier ones."""
+        """Once every rank has answered in this step, none wants anything of earlier ones."""
         if not decision.is_complete:
             return
         earlier = [number for number in self._open_steps if number != call.number]
         self._open_steps = [call.number]
+        self._board.drop(self._own_keys[:-1])
+        self._own_keys = self._own_keys[-1:]
         if self._leads:
             self._board.drop([f"{number}/{kind}" for number in earlier for kind in "degp"])
 
@@ -323,12 +324,8 @@ class Exchange:
     # --- answers and decisions -----------------------------------------------------
 
     def _answer(self, call: _Call[T], kind: str, answer: Answer) -> None:
-        old, key = self._own_keys, call.key(kind, self._rank)
-        self._board.post(key, answer.encode())
-        if kind == "u":
-            self._own_keys = []
-            self._board.drop(old)  # while the coordinator is at work
-        self._own_keys.append(key)
+        self._own_keys.append(call.key(kind, self._rank))
+        self._board.post(self._own_keys[-1], answer.encode())
 
     def _report(self, call: _Call[T], kind: str, error: BaseException) -> Exception:
         """Answer that this rank failed, and return why; what is no Exception is raised on.

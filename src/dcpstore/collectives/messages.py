@@ -48,7 +48,7 @@ class LaneOrder:
 
     Args:
         name: The lanes' name.
-        is_fresh: Whether all ranks are to open them now.
+        is_fresh: Whether those ranks that have none of this name are to open them.
     """
 
     name: str

@@ -29,8 +29,8 @@ class TorchLanes:
     Args:
         name: See `Lanes.name`.
         backend: Has ``send`` and ``recv``; used by these lanes alone.
-        device: Where the backend wants its tensors. Buffers on the CPU are sent as they
-            are; otherwise each transfer has a tensor of its size on this rank's own device.
+        device: Where the backend wants its tensors, if not on the CPU: then each transfer
+            has a tensor of its size there, on this rank's own device.
     """
 
     def __init__(self, name: str, backend: Any, device: torch.device | None = None) -> None:
@@ -53,7 +53,7 @@ class TorchLanes:
     def send(self, data: Buffer, to: int) -> Pending:
         """Begin to send."""
         host = _as_tensor(data)
-        tensor = host if self._device is None else host.to(self._device)
+        tensor = host if self._device is None else host.to(self._device, copy=True)
         work = self._post(lambda: self._backend.send([tensor], to, self._next_tag("to", to)))
         return _TorchPending(self, work, (data, host, tensor))
 

@@ -27,6 +27,7 @@ _KEYS_PER_CALL = 256
 
 _WHOLE = b"\0"
 _CHUNKED = b"\1"
+_NOT_THERE = "\2"
 
 
 class StoreBoard:
@@ -95,13 +96,8 @@ class StoreBoard:
         found: dict[str, bytes] = {}
         with self._mapped():
             for start in range(0, len(keys), _KEYS_PER_CALL):
-                some = list(keys[start : start + _KEYS_PER_CALL])
-                if not self._store.check(some):
-                    some = [key for key in some if self._store.check([key])]
-                if some:
-                    values = self._get(some)
-                    found |= {k: self._open(k, v) for k, v in zip(some, values, strict=False)}
-        return found
+                found |= self._get(list(keys[start : start + _KEYS_PER_CALL]))
+            return {key: self._open(key, value) for key, value in found.items()}
 
     def drop(self, keys: Sequence[str]) -> None:
         """Forget `keys`. Those that are not set are passed over."""
@@ -116,15 +112,15 @@ class StoreBoard:
         with self._mapped():
             return int(self._store.add(key, 1))
 
-    def _get(self, keys: list[str]) -> list[bytes]:
-        try:
-            if len(keys) > 1 and self._store.has_extended_api():
-                return list(self._store.multi_get(keys))
-            return [self._store.get(key) for key in keys]
-        except dist.DistStoreError:
-            # Dropped since they were seen: their owners are past the decision that they were
-            # for. Whoever asks for them is late, and will find that decision.
-            return []
+    def _get(self, keys: list[str]) -> dict[str, bytes]:
+        if len(keys) > 1 and self._store.has_extended_api() and self._store.check(keys):
+            # Were one dropped just now, this would wait for it in vain.
+            with contextlib.suppress(dist.DistStoreError):
+                return dict(zip(keys, self._store.multi_get(keys), strict=True))
+        # The one read that does not wait for a key that is not there: to replace a value that
+        # no key has by itself answers with what the key has, or else with that value.
+        values = {key: self._store.compare_set(key, _NOT_THERE, _NOT_THERE) for key in keys}
+        return {key: value for key, value in values.items() if value != _NOT_THERE.encode()}
 
     def _envelope(self, key: str, data: bytes | bytearray) -> bytes:
         if len(data) <= _CHUNK_BYTES:

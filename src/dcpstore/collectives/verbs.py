@@ -219,7 +219,17 @@ class BoardGroup(_Verbs):
     ) -> T:
         """Run one step; see `RankGroup.exchange`."""
         limit_s = self._limit_s(deadline_s)
-        return self._exchange.run(step, produce, combine, consume, limit_s)
+
+        def produce_or_hang_up() -> Blob:
+            try:
+                return produce()
+            except BaseException:
+                # Others may be waiting for bytes that this rank will never send or take.
+                if self._bulk.lanes is not None:
+                    self._bulk.lanes.close()
+                raise
+
+        return self._exchange.run(step, produce_or_hang_up, combine, consume, limit_s)
 
     def open_lanes(self) -> None:
         """All ranks: make ready to carry bytes."""
