@@ -14,6 +14,7 @@ import io
 import logging
 import queue
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ class ReadJob:
             join_gap_bytes=self._config.join_gap_bytes,
             verify=self._config.verify,
         )
-        self._pieces = pieces.by_key
+        self._pieces = {key: sorted(parts, key=_start_of) for key, parts in pieces.by_key.items()}
         self.stats.needed_bytes += pieces.needed_bytes
         self._meter.expect(pieces.needed_bytes)
         for number, slot in enumerate(self._slots):
@@ -232,13 +233,13 @@ class ReadJob:
 
     def take(self, key: str, span: ByteRange) -> Request:
         """Take the pieces that lie inside a range out of what this rank fetches itself."""
-        inside: list[Piece] = []
-        outside: list[Piece] = []
-        for piece in self._pieces.get(key, ()):
-            is_inside = span.start <= piece.fetch.start and piece.fetch.end <= span.end
-            (inside if is_inside else outside).append(piece)
-        self._pieces[key] = outside
-        return Request(key, span, tuple(inside))
+        pieces = self._pieces.get(key, [])
+        low = bisect_left(pieces, span.start, key=_start_of)
+        high = bisect_left(pieces, span.end, lo=low, key=_start_of)
+        window_of = pieces[low:high]
+        inside = tuple(piece for piece in window_of if piece.fetch.end <= span.end)
+        pieces[low:high] = [piece for piece in window_of if piece.fetch.end > span.end]
+        return Request(key, span, inside)
 
     def note_held(self, num_bytes: int) -> None:
         """Count bytes that are held outside the budget's own book."""
@@ -417,3 +418,7 @@ class ReadJob:
         if target.read_item.type != LoadItemType.BYTE_IO and target.tensor is not None:
             planner.commit_tensor(target.read_item, target.tensor)
         target.tensor = None
+
+
+def _start_of(piece: Piece) -> int:
+    return piece.fetch.start
