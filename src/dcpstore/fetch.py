@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,16 +30,15 @@ from dcpstore.budget import ByteBudget, Cancelled
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
 from dcpstore.format.checksum import find_bad_block
-from dcpstore.format.head import HEAD_BYTES, NeedMoreBytes, parse_record_head
 from dcpstore.format.tensors import decode_opaque
 from dcpstore.manifest import StoredItem
 from dcpstore.planning.reads import Piece, Request, join_pieces, plan_pieces
 from dcpstore.planning.sharing import Units
 from dcpstore.progress import Meter
 from dcpstore.ranges import ByteRange
+from dcpstore.records import decode, is_worth_placing, place
 from dcpstore.slots import (
     Slot,
-    as_raw,
     copy_box,
     copy_decoded,
     copy_piece,
@@ -48,16 +48,10 @@ from dcpstore.slots import (
 )
 from dcpstore.store.base import Store
 from dcpstore.targets import Target, resolve_targets
-from dcpstore.torch_private import default_extension_registry
-from dcpstore.views import RangeView
 
 __all__ = ["ReadJob", "ReadStats"]
 
 logger = logging.getLogger(__name__)
-
-# Below this, a foreign record is fetched whole and looked into afterwards; above it, a
-# small request for its head saves fetching what is not needed.
-_WHOLE_RECORD_BYTES = 1 << 20
 
 # The engine allocates every answer anew, and the C allocator keeps about as much again for
 # threads that freed theirs: 256 MiB in flight grew the process by 390 to 420 MiB, half of
@@ -173,31 +167,13 @@ class ReadJob:
 
     def _place_large_records(self, targets: list[Target]) -> None:
         """Find out where the payload of large foreign records starts, one small GET each."""
-        unknown = {
-            (t.item.key, t.item.record): t.item
-            for t in targets
-            if t.item.kind == "record"
-            and not t.item.transforms
-            and t.item.checksums is None
-            and t.item.record.num_bytes > _WHOLE_RECORD_BYTES
-        }
-        found = list(self._executor.map(self._place, unknown.values()))
+        unknown = {(t.item.key, t.item.record): t.item for t in targets if is_worth_placing(t.item)}
+        found = list(self._executor.map(partial(place, self._store), unknown.values()))
         placed = {place: item for place, (item, _) in zip(unknown, found, strict=True)}
         for target in targets:
             target.item = placed.get((target.item.key, target.item.record), target.item)
         self.stats.num_requests += sum(len(sizes) for _, sizes in found)
         self.stats.fetched_bytes += sum(sum(sizes) for _, sizes in found)
-
-    def _place(self, item: StoredItem) -> tuple[StoredItem, list[int]]:
-        """Look into a record: as a raw item if it is a plain tensor, and the bytes fetched."""
-        sizes = [HEAD_BYTES]
-        while True:
-            start = item.record.start
-            head = self._store.get_range(item.key, start, start + sizes[-1])
-            answer = parse_record_head(head, item.record.num_bytes)
-            if not isinstance(answer, NeedMoreBytes):
-                return as_raw(item, answer), sizes
-            sizes.append(answer.num_bytes)
 
     # --- inline ----------------------------------------------------------------------
 
@@ -360,43 +336,9 @@ class ReadJob:
                     slot.collect(piece, window(data, request, piece.span))
                 if slot.is_complete_after_one_more():
                     if piece.box is None:
-                        self._decode(slot)
+                        self._num_touched += 1
+                        decode(slot, self._store.url, self._registry)
                     self._done.put(slot)
-
-    def _decode(self, slot: Slot) -> None:
-        """Turn a whole record into values: in a worker, as it may be large."""
-        content = slot.take_content()
-        if slot.item.transforms:
-            content = memoryview(self._untransform(slot.item, content))
-        if slot.targets[0].tensor is None:
-            slot.loaded = bytes(content)
-            return
-        self._num_touched += 1
-        raw = as_raw(slot.item, parse_record_head(content, len(content)))
-        if raw.kind == "raw":
-            start = raw.payload.start - raw.record.start
-            for target in slot.targets:
-                copy_box(raw, content[start : start + raw.payload.num_bytes], target)
-        else:
-            tensor = decode_opaque(content)
-            for target in slot.targets:
-                copy_decoded(tensor, target)
-
-    def _untransform(self, item: StoredItem, content: memoryview) -> bytes:
-        registry = self._registry or default_extension_registry()
-        stream: Any = RangeView.over_buffer(content)
-        try:
-            for extension in registry.from_descriptor_list(item.transforms):
-                stream = extension.transform_from(stream)
-            return bytes(stream.read(-1))
-        except Exception as error:
-            raise CorruptError(
-                f"{self._store.url}: object {item.key}, bytes [{item.record.start},"
-                f" {item.record.end}): cannot undo the extensions {item.transforms}: {error!r}",
-                key=item.key,
-                start=item.record.start,
-                end=item.record.end,
-            ) from error
 
     # --- the caller's side ---------------------------------------------------------------
 

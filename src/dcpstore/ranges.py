@@ -1,11 +1,11 @@
-"""Half-open byte ranges ``[start, end)`` and how to join and cut them."""
+"""Half-open byte ranges ``[start, end)``, how to join and cut them, and dense strides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["ByteRange", "cut", "join", "round_out"]
+__all__ = ["ByteRange", "cut", "join", "round_out", "row_major_strides"]
 
 
 class ByteRange(NamedTuple):
@@ -58,3 +58,13 @@ def round_out(inner: ByteRange, block_bytes: int, limit: int) -> ByteRange:
     start = inner.start // block_bytes * block_bytes
     end = -(-inner.end // block_bytes) * block_bytes
     return ByteRange(start, min(end, limit))
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a dense row-major array, as torch gives them."""
+    strides = []
+    stride = 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))

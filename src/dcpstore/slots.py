@@ -13,9 +13,9 @@ from dcpstore.format.copying import copy_box_in
 from dcpstore.format.dtypes import dtype_from_name, dtype_name, item_bytes
 from dcpstore.format.head import HeadAnswer, NeedMoreBytes
 from dcpstore.manifest import StoredItem
-from dcpstore.planning.boxes import num_elements, row_major_strides
+from dcpstore.planning.boxes import num_elements
 from dcpstore.planning.reads import Piece, Request, Want
-from dcpstore.ranges import ByteRange
+from dcpstore.ranges import ByteRange, row_major_strides
 from dcpstore.targets import Target
 
 __all__ = [

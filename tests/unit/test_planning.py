@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpstore.manifest import StoredItem
-from dcpstore.planning.boxes import bands, is_one_run, row_major_strides, runs
+from dcpstore.planning.boxes import bands, is_one_run, runs
 from dcpstore.planning.pack import plan_objects
 from dcpstore.planning.reads import ReadPlan, Want, plan_reads
-from dcpstore.ranges import ByteRange
+from dcpstore.ranges import ByteRange, row_major_strides
 
 KIB, MIB = 1 << 10, 1 << 20
 

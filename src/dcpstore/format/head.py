@@ -20,7 +20,6 @@ from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 from dcpstore.format.dtypes import dtype_from_name, item_bytes
-from dcpstore.format.record import row_major_strides
 from dcpstore.format.tensor_pickle import (
     NotATensorError,
     PickledTensor,
@@ -28,6 +27,7 @@ from dcpstore.format.tensor_pickle import (
     read_tensor_pickle,
 )
 from dcpstore.format.zipfmt import LOCAL_HEADER_BYTES, LOCAL_SIGNATURE, MAX32
+from dcpstore.ranges import row_major_strides
 
 if TYPE_CHECKING:
     import torch

@@ -26,6 +26,7 @@ from zlib import crc32
 
 from dcpstore.format.dtypes import info_of
 from dcpstore.format.zipfmt import MAX32, Member, central_directory, local_header
+from dcpstore.ranges import row_major_strides
 
 if TYPE_CHECKING:
     import torch
@@ -144,16 +145,6 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     hooks = _global(b"collections", b"OrderedDict") + b")R"
     arguments = persistent + b"tQ" + _int(0) + _tuple(shape) + strides + b"\x89" + hooks + last
     return b"\x80\x02" + _global(b"torch._utils", rebuild) + b"(" + arguments + b"tR."
-
-
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, that torch gives a contiguous tensor."""
-    strides = []
-    stride = 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _global(module: bytes, name: bytes) -> bytes:

@@ -17,9 +17,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dcpstore.ranges import ByteRange, cut
+from dcpstore.ranges import ByteRange, cut, row_major_strides
 
-__all__ = ["Box", "bands", "is_one_run", "row_major_strides"]
+__all__ = ["Box", "bands", "is_one_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,6 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     span: ByteRange
-
-
-def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a dense row-major array of these sizes."""
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def is_one_run(chunk_sizes: Sequence[int], box_sizes: Sequence[int]) -> bool:
@@ -78,7 +69,7 @@ def runs(
 
     Inner cuts lie at multiples of ``align_bytes`` of the payload.
     """
-    whole = span_of(row_major_strides(chunk_sizes), offsets, sizes, item_bytes)
+    whole = span_of(row_major_strides(tuple(chunk_sizes)), offsets, sizes, item_bytes)
     for piece in cut(whole, max(max_bytes, align_bytes), align_bytes=align_bytes):
         first = piece.start // item_bytes
         yield Box((first,), (piece.num_bytes // item_bytes,), piece)
@@ -100,7 +91,7 @@ def bands(
     """
     if 0 in sizes:
         return
-    strides = row_major_strides(chunk_sizes)
+    strides = row_major_strides(tuple(chunk_sizes))
     yield from _bands(strides, tuple(offsets), tuple(sizes), item_bytes, max_bytes, max_gap_bytes)
 
 
