@@ -136,7 +136,8 @@ class ObstoreStore:
             for _ in stream:  # raises: a part after a short one
                 pass
             return self.put(key, held.pop())
-        source = _Source(held, map(self._body, stream), is_remote=bool(self._location.bucket))
+        is_remote = bool(self._location.bucket)
+        source = _Source(held, map(self._body, stream), part_bytes, is_remote=is_remote)
         try:
             result = _ask(
                 Asked("put_parts", key, self.url),
@@ -225,13 +226,20 @@ class _Source:
 
     obstore aborts the upload as soon as an exception leaves here. A part that is still
     being sent then may land after the abort, and S3 would keep it for ever, so the
-    exception waits until obstore has dropped every part.
+    exception waits until obstore has dropped every part. A short last part is not waited
+    for: obstore keeps it, unsent, until it is told that there is no other.
     """
 
     def __init__(
-        self, held: list[memoryview], rest: Iterator[memoryview], *, is_remote: bool
+        self,
+        held: list[memoryview],
+        rest: Iterator[memoryview],
+        part_bytes: int,
+        *,
+        is_remote: bool,
     ) -> None:
         self._is_remote = is_remote
+        self._part_bytes = part_bytes
         self._held = held
         self._rest = rest
         self._sent: list[weakref.ref[memoryview]] = []
@@ -251,7 +259,8 @@ class _Source:
                 self._wait_for_parts()
             raise
         self._sent = [one for one in self._sent if one() is not None]
-        self._sent.append(weakref.ref(part))
+        if part.nbytes == self._part_bytes:
+            self._sent.append(weakref.ref(part))
         return part
 
     def _wait_for_parts(self) -> None:

@@ -53,7 +53,9 @@ def checked_parts(parts: Iterable[Buffer], part_bytes: int) -> Iterator[memoryvi
     if part_bytes <= 0:
         raise ConfigError(f"part_bytes={part_bytes} is not positive")
     short: int | None = None
-    for number, part in enumerate(parts):
+    number = -1
+    for part in parts:  # enumerate would hold each part until the next one is there
+        number += 1
         view = as_bytes_view(part)
         del part
         if short is not None or view.nbytes > part_bytes:
