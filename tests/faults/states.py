@@ -6,6 +6,7 @@ the state of one step or a mix.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -144,14 +145,19 @@ def load_slice(reader: Any, fqn: str, offsets: Sequence[int], out: torch.Tensor)
 
 
 class FailingPlanner(DefaultSavePlanner):
-    """Raises when the ``at``-th item is resolved, counted from 0."""
+    """Raises when the ``at``-th item is resolved, counted from 0, once ``has_begun()``."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, has_begun: Callable[[], object] = lambda: True) -> None:
         super().__init__()
         self._left = at
+        self._has_begun = has_begun
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if self._left == 0:
+            deadline = time.monotonic() + 30
+            while not self._has_begun():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
             raise ArithmeticError("the device failed (scripted)")
         self._left -= 1
         return super().resolve_data(write_item)
