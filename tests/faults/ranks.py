@@ -9,15 +9,17 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from faults.states import State, blank, is_equal, load
+from faults.states import PART_BYTES, State, blank, is_equal, load
 
 _T = TypeVar("_T")
 
 
 def rank_state(step: int, rank: int) -> State:
-    """What one rank saves: tensors of its own, one of them large, and what all have."""
+    """What one rank saves: tensors of its own, what all have, and on rank 0 a large tensor."""
     source = torch.Generator().manual_seed(1000 * step + rank)
+    large = {"own.0.big": torch.full((PART_BYTES // 4 + 500,), float(step))} if rank == 0 else {}
     return {
+        **large,
         f"own.{rank}.a": torch.randn(50, 60, generator=source),
         f"own.{rank}.b": torch.randn(50, 60, generator=source),
         "shared": torch.full((2000,), float(step)),

@@ -147,9 +147,15 @@ def load_slice(reader: Any, fqn: str, offsets: Sequence[int], out: torch.Tensor)
 class FailingPlanner(DefaultSavePlanner):
     """Raises when the ``at``-th item is resolved, counted from 0, once ``has_begun()``."""
 
-    def __init__(self, at: int, has_begun: Callable[[], object] = lambda: True) -> None:
+    def __init__(
+        self,
+        at: int,
+        has_begun: Callable[[], object] = lambda: True,
+        error: type[BaseException] = ArithmeticError,
+    ) -> None:
         super().__init__()
         self._left = at
+        self._error = error
         self._has_begun = has_begun
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -158,6 +164,6 @@ class FailingPlanner(DefaultSavePlanner):
             while not self._has_begun():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            raise ArithmeticError("the device failed (scripted)")
+            raise self._error("the device failed (scripted)")
         self._left -= 1
         return super().resolve_data(write_item)

@@ -52,6 +52,13 @@ def test_m4_an_error_in_the_third_item_leaves_no_object(
     assert_nothing_left(any_place)
 
 
+def test_m4_a_save_that_is_interrupted_at_the_keyboard_leaves_no_object() -> None:
+    backend = Backend()
+    planner = FailingPlanner(2, error=KeyboardInterrupt)
+    failing(KeyboardInterrupt, save, state_at(1), backend.writer(object_bytes=1), planner=planner)
+    assert backend.names() == []
+
+
 def test_m5_an_error_after_a_multipart_upload_began_publishes_nothing(any_place: Place) -> None:
     state = {f"w{number}": torch.ones(PART_BYTES // 4) for number in range(4)}
     writer = any_place.writer(object_bytes=256 * MIB)
