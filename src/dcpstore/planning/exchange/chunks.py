@@ -6,6 +6,7 @@ together. What is checked on the way: bounds, and that copies agree on their siz
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +27,11 @@ class Chunks:
     """Items grouped by what they write.
 
     Attributes:
-        order: Items by key, offsets, then position; None if that is their order.
+        order: Items by key, offsets, then position.
         first: Per chunk, where its copies begin in ``order``; one more at the end.
     """
 
-    order: Ints | None
+    order: Ints
     first: Ints
 
     @property
@@ -40,7 +41,8 @@ class Chunks:
 
     def items(self, places: Ints) -> Ints:
         """Return the items at some places of ``order``."""
-        return places if self.order is None else self.order[places]
+        found: Ints = self.order[places].astype(np.int64, copy=False)
+        return found
 
 
 def out_of_bounds(items: Items, table: KeyTable) -> Ints:
@@ -62,33 +64,91 @@ def out_of_bounds(items: Items, table: KeyTable) -> Ints:
 
 def find_chunks(items: Items, table: KeyTable) -> Chunks:
     """Group the items, which lie inside their tensors, by key and offsets."""
-    address = _addresses(items, table)
+    order = np.empty(len(items.key), np.int32 if len(items.key) < 2**31 else np.int64)
+    firsts, at = [], 0
+    for piece in _pieces(items, len(table.rows)):
+        piece, address = _sort(piece, items, table)
+        is_first = np.ones(len(piece), bool)
+        np.not_equal(address[1:], address[:-1], out=is_first[1:])
+        piece, first = _without_empty_copies(piece, np.flatnonzero(is_first), items, table)
+        order[at : at + len(piece)] = piece
+        firsts.append(first + at)
+        at += len(piece)
+    return Chunks(order[:at], np.concatenate([*firsts, np.array([at])]))
+
+
+def _pieces(items: Items, num_keys: int) -> Iterator[Ints]:
+    """Yield the items key by key, so many keys at a time that a cache holds their columns."""
+    segments = items.layout.segments
+    first_loose = items.layout.first_loose
+    loose_key = items.key[first_loose:]
+    by_key = np.argsort(loose_key, kind="stable")
+    loose_key = loose_key[by_key]
+    counts = np.bincount(loose_key, minlength=num_keys)
+    rows = [np.argsort(segment.keys, kind="stable") for segment in segments]
+    for segment in segments:
+        counts += len(segment.ranks) * np.bincount(segment.keys, minlength=num_keys)
+    number = (np.cumsum(counts) - counts) // _BLOCK  # the piece that each key goes to
+    keys = [*np.flatnonzero(np.diff(number, prepend=-1)).tolist(), num_keys]
+    cuts = [
+        np.searchsorted(segment.keys[order], keys).tolist()
+        for segment, order in zip(segments, rows, strict=True)
+    ]
+    loose_cuts = np.searchsorted(loose_key, keys).tolist()
+    for n in range(len(keys) - 1):
+        found = [by_key[loose_cuts[n] : loose_cuts[n + 1]] + first_loose]
+        for segment, order, cut in zip(segments, rows, cuts, strict=True):
+            if cut[n] < cut[n + 1]:
+                num_ranks = len(segment.ranks)
+                row = order[cut[n] : cut[n + 1], None] * num_ranks
+                found.append((segment.at + row + np.arange(num_ranks)).ravel())
+        yield np.concatenate(found)
+
+
+def _sort(piece: Ints, items: Items, table: KeyTable) -> tuple[Ints, Ints]:
+    """Sort some items by their addresses; return both."""
+    key = items.key[piece]
+    address = table.base[key] + items.start[piece] * table.step[key, 0]
+    if items.box_row is not None:
+        row = items.box_row[piece]
+        at = np.flatnonzero(row >= 0)
+        inner = table.step[key[at], 1 : 1 + items.box_offsets.shape[1]]
+        address[at] += (items.box_offsets[row[at]] * inner).sum(axis=1)
     order = stable_order(address)
-    if order is not None:
-        address = address[order]
-    is_first = np.ones(len(address) + 1, bool)
-    np.not_equal(address[1:], address[:-1], out=is_first[1:-1])
-    chunks = Chunks(order, np.flatnonzero(is_first))
-    return _without_empty_copies(chunks, _is_empty(items, table))
+    return (piece, address) if order is None else (piece[order], address[order])
 
 
-def _addresses(items: Items, table: KeyTable) -> Ints:
-    """Return the number that stands for each item's key and offsets."""
-    address = np.empty(len(items.key), np.int64)
-    for segment in items.layout.segments:
-        part = slice(segment.at, segment.end)
-        shape = (len(segment.keys), len(segment.ranks))
-        out = address[part].reshape(shape)
-        step = table.step[segment.keys, 0][:, None]
-        np.multiply(items.start[part].reshape(shape), step, out=out)
-        out += table.base[segment.keys][:, None]
-    loose = slice(items.layout.first_loose, None)
-    key = items.key[loose]
-    address[loose] = table.base[key] + items.start[loose] * table.step[key, 0]
-    if len(items.box_at):
-        inner = table.step[items.key[items.box_at], 1 : 1 + items.box_offsets.shape[1]]
-        address[items.box_at] += (items.box_offsets * inner).sum(axis=1)
-    return address
+def _without_empty_copies(
+    piece: Ints, first: Ints, items: Items, table: KeyTable
+) -> tuple[Ints, Ints]:
+    """Drop empty chunks that share their offsets with a chunk that holds something.
+
+    To write the empty one in its place would lose data.
+
+    Args:
+        piece: Items, sorted by address.
+        first: Where the items of each chunk begin.
+        items: All items.
+        table: Their keys.
+
+    Returns:
+        The same without them.
+    """
+    is_empty = items.length[piece] == 0
+    if items.box_row is not None:
+        row = items.box_row[piece]
+        at = np.flatnonzero(row >= 0)
+        is_empty[at] |= (items.box_sizes[row[at]] == 0).any(axis=1)
+    if not is_empty.any():
+        return piece, first
+    is_mixed = np.logical_or.reduceat(is_empty, first)
+    is_mixed &= ~np.logical_and.reduceat(is_empty, first)
+    is_mixed &= ~table.is_value[items.key[piece[first]]]
+    if not is_mixed.any():
+        return piece, first
+    goes = is_empty & np.repeat(is_mixed, np.diff(first, append=len(piece)))
+    dropped = np.flatnonzero(goes)
+    return piece[~goes], first - np.searchsorted(dropped, first, "left")
 
 
 def chunk_columns(chunks: Chunks, items: Items, table: KeyTable) -> ChunkColumns:
@@ -118,37 +178,6 @@ def num_elements(columns: ChunkColumns, table: KeyTable) -> Ints:
     counts[columns.box_at] = columns.length[columns.box_at] * columns.box_sizes.prod(axis=1)
     result: Ints = counts
     return result
-
-
-def _is_empty(items: Items, table: KeyTable) -> Ints:
-    """Tell which items are chunks without an element."""
-    empty = items.length == 0
-    empty[items.box_at[(items.box_sizes == 0).any(axis=1)]] = True
-    found = np.flatnonzero(empty)
-    empty[found[table.is_value[items.key[found]]]] = False
-    # A row of a tensor of size (5, 0) holds nothing either, but then no chunk of it does.
-    result: Ints = empty
-    return result
-
-
-def _without_empty_copies(chunks: Chunks, is_empty: Ints) -> Chunks:
-    """Drop empty chunks that share their offsets with a chunk that holds something.
-
-    To write the empty one in its place would lose data.
-    """
-    if not is_empty.any():
-        return chunks
-    if chunks.order is not None:
-        is_empty = is_empty[chunks.order]
-    firsts = chunks.first[:-1]
-    is_mixed = np.logical_or.reduceat(is_empty, firsts)
-    is_mixed &= ~np.logical_and.reduceat(is_empty, firsts)
-    if not is_mixed.any():
-        return chunks
-    goes = is_empty & np.repeat(is_mixed, chunks.num_copies)
-    places = np.flatnonzero(goes)
-    first = chunks.first - np.searchsorted(places, chunks.first, "left")
-    return Chunks(chunks.items(np.flatnonzero(~goes)), first)
 
 
 def _inner_sizes(table: KeyTable, num_dims: int) -> Ints:
