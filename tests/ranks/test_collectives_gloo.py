@@ -176,27 +176,6 @@ def use_subgroups() -> None:
             assert group.broadcast(rank) == order[2]
 
 
-def take_many_steps(num_steps: int, url: str = "") -> int:
-    """Returns by how many keys the store grew from the 50th step to the last."""
-    store = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1]
-    before = 0
-    for i in range(num_steps):
-        if i % 10 == 0:
-            group = open_group(None, 0, 20, purpose=f"save{i % 3}")
-        if i == 50:
-            dist.barrier()
-            before = store.num_keys()
-            dist.barrier()
-        if i % 50 == 49:
-            with pytest.raises(RankFailures):
-                barrier(group, "bad", lambda: 1 // dist.get_rank())
-        assert all_gather(group, "step", dist.get_rank) == [0, 1]
-        if i % 10 == 9:
-            group.close()
-    dist.barrier()
-    return int(store.num_keys()) - before
-
-
 def lose_the_store(rank_to_die: int) -> tuple[list[int], str, float]:
     with open_group(None, 1, 5) as group:
         barrier(group, "fine")
@@ -266,36 +245,6 @@ def post_large_values_without_lanes() -> int:
             group.open_lanes()
     dist.barrier()
     return int(store.num_keys()) - before
-
-
-def save_beside_a_trainer() -> None:
-    """Steps in a thread, the trainer's collectives in another: neither waits for the other."""
-    import threading
-
-    errors: list[BaseException] = []
-
-    def save() -> None:
-        try:
-            for number in range(20):
-                with open_group(None, 0, 20, purpose="save") as group:
-                    large = all_gather(group, "plan", lambda n=number: bytes([n]) * 300_000)
-                    assert large[0][0] == number
-                    barrier(group, "write")
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    value = torch.ones(1)
-    rounds = 0
-    while rounds < 200:
-        dist.all_reduce(value.clone())
-        dist.barrier()
-        rounds += 1
-    thread.join(60)
-    assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 # --- the tests -----------------------------------------------------------------------
@@ -373,17 +322,6 @@ def test_a_transfer_from_a_hung_rank_fails_in_time_and_writes_nothing_later() ->
     assert "did not answer" in results[0][2]
 
 
-def test_300_steps_in_30_groups_do_not_grow_the_store() -> None:
-    grown = run_processes(2, partial(take_many_steps, 300))
-    assert max(grown.values()) <= 4
-
-
-@pytest.mark.campaign
-def test_10000_steps_in_1000_groups_do_not_grow_the_store() -> None:
-    grown = run_processes(2, partial(take_many_steps, 10_000))
-    assert max(grown.values()) <= 4
-
-
 def test_bytes_go_through_device_tensors_where_there_is_no_gloo() -> None:
     run_processes(3, carry_through_device_tensors)
 
@@ -391,10 +329,6 @@ def test_bytes_go_through_device_tensors_where_there_is_no_gloo() -> None:
 def test_without_lanes_large_values_are_posted_in_chunks() -> None:
     grown = run_processes(2, post_large_values_without_lanes)
     assert max(grown.values()) <= 1
-
-
-def test_saves_in_a_thread_do_not_meet_the_trainers_collectives() -> None:
-    run_processes(2, save_beside_a_trainer)
 
 
 def test_a_fake_process_group_is_refused() -> None:

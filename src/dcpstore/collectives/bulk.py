@@ -8,6 +8,7 @@ ranks goes down a binomial tree, so that no rank sends it more than log2(size) t
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -79,7 +80,11 @@ class Bulk:
         held = {answer.lanes for answer in answers}
         name = held.pop()
         is_fresh = bool(held) or not name
-        return LaneOrder(f"{self._namespace}/lanes/{number}" if is_fresh else name, is_fresh)
+        if is_fresh:
+            # The token keeps a job that makes its process groups anew on the same store from
+            # finding the addresses of its earlier lanes.
+            name = f"{self._namespace}/lanes/{number}-{secrets.token_hex(4)}"
+        return LaneOrder(name, is_fresh)
 
     def take(self, order: LaneOrder, timeout_s: float) -> Lanes:
         """All ranks: return the lanes of an order, opened if it says so.

@@ -82,10 +82,6 @@ class _Call(Generic[T]):
         reserve = min(0.2 * self.deadline_s, 10.0) if kind == "u" else self.grace_s
         return max(self.entered + self.deadline_s - reserve - self.clock(), self.grace_s)
 
-    def left_to_end_s(self) -> float:
-        """Seconds left for the second half of the step."""
-        return self.left_s("a")
-
     def key(self, kind: str, rank: int | None = None) -> str:
         return f"{self.number}/{kind}" if rank is None else f"{self.number}/{kind}/{rank}"
 
@@ -174,20 +170,20 @@ class Exchange:
 
     def leave(self, error: BaseException | None = None) -> None:
         """End this rank's part; with an error, the others learn of it in their next step."""
-        board, left = self._board, "left"
+        board = self._board
         if error is not None and not isinstance(error, RankFailures | BoardLostError):
             cause = describe(error, during="left the group before this step, with ")
             board.post(f"{self._number}/u/{self._rank}", Answer("", cause).encode())
-            board.count(left)
+            board.count("left")
         if not self._had_failure:  # or else somebody may still be reading who failed
             board.drop(self._own_keys)
         if board.count("closed") < self._size:
             return
         steps, ranks = [*self._open_steps, self._number], range(self._size)
         keys = [f"{number}/{kind}" for number in steps for kind in "degp"]
-        if self._had_failure or board.count(left) > 1:
+        if self._had_failure or board.count("left") > 1:
             keys += [f"{number}/{kind}/{r}" for number in steps for kind in "uap" for r in ranks]
-        board.drop([*keys, left, "closed"])
+        board.drop([*keys, "left", "closed"])
 
     # --- the calls of one step, in order -------------------------------------------
 
@@ -306,7 +302,7 @@ class Exchange:
         return (result,), None
 
     def _take_part(self, call: _Call[T], decision: Decision, parts: Sequence[Blob]) -> Blob:
-        blob = self._bulk.distribute(decision, parts, call.left_to_end_s)
+        blob = self._bulk.distribute(decision, parts, lambda: call.left_s("a"))
         if blob is not None:
             return blob
         if self._leads:
@@ -318,7 +314,7 @@ class Exchange:
 
     def _conclude(self, call: _Call[T]) -> None:
         """Call 6, on the coordinator."""
-        _, decision = self._collect(call, "a", call.left_to_end_s())
+        _, decision = self._collect(call, "a", call.left_s("a"))
         self._board.settle(call.key("e"), decision.encode())
 
     # --- answers and decisions -----------------------------------------------------
