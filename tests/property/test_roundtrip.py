@@ -284,7 +284,7 @@ def roundtrip(
 
 
 @given(job=jobs(), write=WRITE_CONFIGS, read=READ_CONFIGS, pick=st.integers(0, 5))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_any_layout_loads_from_any_other(job, write, read, pick) -> None:
     roundtrip(
         job,

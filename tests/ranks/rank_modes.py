@@ -153,7 +153,7 @@ def save_async(kind: str, url: str, options: Any) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 local(value).fill_(77)
-        future.result(timeout=50)
+        future.result(timeout=100)
         dist.barrier()
     for seed in (1, 2):
         load(f"{url}/{seed}", options, seed)

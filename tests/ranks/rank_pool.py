@@ -1,24 +1,29 @@
-"""Processes that stay alive and play ranks: importing torch once per process, not per test."""
+"""Processes that stay alive and play ranks: torch is imported once, not per rank and test.
+
+::
+
+    test -- pipe per rank --> rank 0, 1, 2, ...     forked by one child that imported torch
+"""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
-import threading
+import signal
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dcpstore.demo.launch import deaf_to_interrupts
-
 __all__ = ["RankPool", "RanksFailed"]
 
-GROUP_TIMEOUT_S = 40
+GROUP_TIMEOUT_S = 100  # a machine that is busy with other tests is slow
 
 
 class RanksFailed(Exception):
@@ -29,8 +34,8 @@ class RankPool:
     """Runs one function on every rank of a gloo group of any size up to ``num_ranks``.
 
     A group is kept as long as the next call wants the same size. After a failure the
-    processes are started anew, since a peer may wait for ever. Close it, or leave it as
-    a context manager.
+    processes are started anew, since a peer may wait for ever. They end with the pool,
+    and with the process that made it. Close it, or use it as a context manager.
 
     Args:
         num_ranks: Processes, started when the first call needs them.
@@ -40,7 +45,7 @@ class RankPool:
     def __init__(self, num_ranks: int, folder: Path) -> None:
         self._num_ranks = num_ranks
         self._folder = folder
-        self._processes: list[Any] = []
+        self._process: subprocess.Popen[bytes] | None = None
         self._pipes: list[Connection] = []
         self._world_size = 0
         self._num_groups = 0
@@ -52,7 +57,7 @@ class RankPool:
         self.close()
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 100
     ) -> list[Any]:
         """Call ``function(*args)`` on each rank; return what each rank returned.
 
@@ -75,7 +80,7 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send_bytes(call)
         deadline_s = time.monotonic() + timeout_s
-        answers = [self._answer(pipe, deadline_s) for pipe in self._pipes]
+        answers = [_answer(pipe, deadline_s) for pipe in self._pipes]
         problems = [f"--- rank {r}\n{text}" for r, (text, _) in enumerate(answers) if text]
         if problems:
             self.close()
@@ -84,55 +89,77 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes. Idempotent; the next call starts others."""
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.join(5)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        self._processes, self._pipes, self._world_size = [], [], 0
+        process, self._process = self._process, None
+        if process is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._world_size = [], 0
 
     def _start(self) -> None:
-        if self._processes:
+        if self._process is not None:
             return
-        context = multiprocessing.get_context("spawn")
-        with deaf_to_interrupts():
-            for rank in range(self._num_ranks):
-                ours, theirs = context.Pipe()
-                # Not daemonic: async_save in process mode starts a child of its own.
-                process = context.Process(target=_serve, args=(rank, theirs), name=f"rank {rank}")
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
+        both = [Pipe() for _ in range(self._num_ranks)]
+        theirs = [end for _, end in both]
+        self._pipes = [end for end, _ in both]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *(str(end.fileno()) for end in theirs)],
+            pass_fds=[end.fileno() for end in theirs],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,  # ctrl-C is the test run's; one signal ends all
+        )
+        for end in theirs:
+            end.close()
 
-    def _answer(self, pipe: Connection, deadline_s: float) -> tuple[str, Any]:
+
+def _answer(pipe: Connection, deadline_s: float) -> tuple[str, Any]:
+    try:
         if not pipe.poll(max(0.0, deadline_s - time.monotonic())):
             return "no answer in time", None
-        try:
-            answer: tuple[str, Any] = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return "the process ended", None
-        return answer
+        answer: tuple[str, Any] = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        return "the process ended", None
+    return answer
+
+
+def _fork_ranks(pipes: list[Connection]) -> None:
+    """Become one process per rank. Nothing may have started a thread before."""
+    import torch
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    torch.set_num_threads(1)
+    ranks = []
+    for rank, pipe in enumerate(pipes):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            for other in pipes:
+                if other is not pipe:
+                    other.close()
+            _serve(rank, pipe)
+            return
+    for pipe in pipes:
+        pipe.close()
+    for pid in ranks:
+        os.waitpid(pid, 0)
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    import torch
-
-    torch.set_num_threads(1)
     group = ""
     while True:
         try:
-            world_size, file, function, args = pickle.loads(pipe.recv_bytes())
+            call = pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            return  # the test run is over
+        try:
+            world_size, file, function, args = pickle.loads(call)
             if file != group:
                 _join(rank, world_size, file)
                 group = file
             value = function(*args) if rank < world_size else None
             answer = pickle.dumps(("", value))
-        except EOFError:
-            return
         except BaseException:  # kept, and raised in the test's process
             answer = pickle.dumps((traceback.format_exc(), None))
         pipe.send_bytes(answer)
@@ -153,8 +180,5 @@ def _join(rank: int, world_size: int, file: str) -> None:
         )
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(1)
+if __name__ == "__main__":
+    _fork_ranks([Connection(int(fileno)) for fileno in sys.argv[1:]])

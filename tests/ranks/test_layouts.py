@@ -15,8 +15,6 @@ from rank_layouts import (
 
 from dcpstore.testing import MotoServer
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.fixture(scope="module")
 def saved(pool, bucket: str, moto_server: MotoServer):

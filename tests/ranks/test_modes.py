@@ -16,8 +16,6 @@ from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConf
 from dcpstore.keys import save_id_of
 from dcpstore.testing import MotoServer
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.fixture
 def place(bucket: str, moto_server: MotoServer, request) -> tuple[str, dict]:
@@ -72,14 +70,14 @@ def test_async_save_in_a_thread_keeps_the_values_of_the_call(pool, place) -> Non
 
 
 def test_async_save_in_a_process_keeps_the_values_of_the_call(pool, place) -> None:
-    pool.run(1, modes.save_async, "process", *place, timeout_s=100)
+    pool.run(1, modes.save_async, "process", *place)
 
 
 @pytest.mark.campaign
 def test_async_save_in_a_process_per_rank_keeps_the_values_of_the_call(place, tmp_path) -> None:
     # Torch keeps the process that it starts for good, with the group it was started in.
     with RankPool(2, tmp_path) as pool:
-        pool.run(2, modes.save_async, "process", *place, timeout_s=100)
+        pool.run(2, modes.save_async, "process", *place)
 
 
 def test_a_tensor_that_a_collective_still_computes_is_waited_for(pool, place) -> None:
