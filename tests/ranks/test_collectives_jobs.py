@@ -66,6 +66,23 @@ def save_beside_a_trainer() -> None:
         raise errors[0]
 
 
+def leave_one_out() -> int:
+    """Rank 1 misses the save of a; then all save b. Returns at which attempt that went well."""
+    if dist.get_rank() != 1:
+        with open_group(None, 0, 10, subject="a") as group, pytest.raises(RankFailures) as caught:
+            barrier(group, "write")
+        assert "in step 'write of b', rank 0 in 'write of a'" in caught.value.causes[1]
+    for attempt in range(3):
+        try:
+            with open_group(None, 0, 10, subject="b") as group:
+                barrier(group, "write")
+        except RankFailures as error:
+            assert set(error.causes) == {1}
+            continue
+        return attempt
+    raise AssertionError("the ranks never agreed again")
+
+
 def time_steps(size_bytes: int) -> dict[str, float]:
     """Milliseconds per step, the median: on the board, by lane, and torch's own collectives."""
     rank, size, data = dist.get_rank(), dist.get_world_size(), bytes(size_bytes)
@@ -96,6 +113,10 @@ def _median_ms(fn: Callable[[], None]) -> float:
         fn()
         taken.append(1000 * (time.perf_counter() - began))
     return statistics.median(taken)
+
+
+def test_a_rank_that_missed_a_group_catches_up_by_failing_once() -> None:
+    assert run_processes(3, leave_one_out) == {0: 0, 1: 1, 2: 0}
 
 
 def test_300_steps_in_30_groups_do_not_grow_the_store() -> None:

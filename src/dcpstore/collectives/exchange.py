@@ -49,6 +49,7 @@ class _Call(Generic[T]):
 
     Args:
         name: The step's name.
+        label: The same with the subject: what ranks compare.
         number: Its place in the group's sequence.
         produce: See `RankGroup.exchange`.
         combine: As above.
@@ -59,6 +60,7 @@ class _Call(Generic[T]):
     """
 
     name: str
+    label: str
     number: int
     produce: Callable[[], Blob]
     combine: Callable[[list[Blob]], Sequence[Blob]]
@@ -98,6 +100,7 @@ class Exchange:
         size: Number of ranks.
         coordinator: The rank that combines.
         bulk: Carries what is too large for the board.
+        subject: What the steps are about; ranks with another subject are in another step.
         clock: Seconds that only grow.
     """
 
@@ -109,6 +112,7 @@ class Exchange:
         coordinator: int,
         *,
         bulk: Bulk,
+        subject: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._board = board
@@ -116,6 +120,7 @@ class Exchange:
         self._size = size
         self._coordinator = coordinator
         self._bulk = bulk
+        self._subject = subject
         self._clock = clock
         self._number = 0
         self._own_keys: list[str] = []
@@ -150,9 +155,9 @@ class Exchange:
         Raises:
             RankFailures: On every rank alike.
         """
-        call = _Call(
-            step, self._number, produce, combine, consume, self._clock, deadline_s, opens_lanes
-        )
+        label = f"{step} of {self._subject}" if self._subject else step
+        functions = (produce, combine, consume, self._clock)
+        call = _Call(step, label, self._number, *functions, deadline_s, opens_lanes)
         self._number += 1
         self._open_steps.append(call.number)
         self._current = call
@@ -220,11 +225,11 @@ class Exchange:
             return b"", self._report(call, "u", error)
         size = self._bulk.size_by_lane(blob)
         if self._leads:
-            answer = Answer(call.name, lanes=held)
+            answer = Answer(call.label, lanes=held)
         elif size:
-            answer = Answer(call.name, bulk_bytes=size, lanes=held)
+            answer = Answer(call.label, bulk_bytes=size, lanes=held)
         else:
-            answer = Answer(call.name, blob=blob, lanes=held)
+            answer = Answer(call.label, blob=blob, lanes=held)
         self._answer(call, "u", answer)
         return blob, None
 
@@ -235,8 +240,7 @@ class Exchange:
             self._board.settle(call.key("d"), decision.encode())
             return ()
         order = self._bulk.order(call.number, answers)
-        blobs: list[Blob] = [answer.blob or b"" for answer in answers]
-        blobs[self._rank] = own
+        blobs = [own if answer.blob is None else answer.blob for answer in answers]
         sizes = {rank: a.bulk_bytes for rank, a in enumerate(answers) if a.bulk_bytes}
         if sizes:
             self._board.post(call.key("g"), Decision(order=order).encode())
@@ -255,8 +259,8 @@ class Exchange:
         posted: list[str] = []
         for rank, part in enumerate(parts):
             if not sizes[rank] and (is_shared or rank != self._rank):
-                posted.append(call.key("p", None if is_shared else rank))
-                self._board.post(posted[-1], part)
+                self._board.post(key := call.key("p", None if is_shared else rank), part)
+                posted.append(key)
         decision = Decision(
             is_complete=True,
             order=order if call.opens_lanes or any(sizes) else None,
@@ -298,7 +302,7 @@ class Exchange:
             raise
         except BaseException as error:  # noqa: BLE001 - as in _produce
             return None, self._report(call, "a", error)
-        self._answer(call, "a", Answer(call.name))
+        self._answer(call, "a", Answer(call.label))
         return (result,), None
 
     def _take_part(self, call: _Call[T], decision: Decision, parts: Sequence[Blob]) -> Blob:
@@ -329,7 +333,7 @@ class Exchange:
         A coordinator that leaves so decides first, with what answers come in a moment: the
         others would have nobody to wait for.
         """
-        self._answer(call, kind, Answer(call.name, describe(error)))
+        self._answer(call, kind, Answer(call.label, describe(error)))
         if isinstance(error, Exception):
             return error
         call.is_reported = True
@@ -350,8 +354,7 @@ class Exchange:
 
     def _judge(self, call: _Call[T], kind: str) -> tuple[list[Answer], Decision]:
         """Read the answers and say what they come to. The answers are by rank if all is well."""
-        keys = [call.key(kind, rank) for rank in range(self._size)]
-        posted = self._board.fetch(keys)
+        posted = self._board.fetch(keys := [call.key(kind, rank) for rank in range(self._size)])
         answers: list[Answer] = []
         failures: dict[int, Cause] = {}
         for rank, key in enumerate(keys):
@@ -362,11 +365,10 @@ class Exchange:
             answers.append(answer)
             if answer.cause is not None:
                 failures[rank] = answer.cause
-            elif answer.step != call.name:
-                text = f"is in step {answer.step!r}, rank {self._rank} in {call.name!r}"
+            elif answer.step != call.label:
+                text = f"is in step {answer.step!r}, rank {self._rank} in {call.label!r}"
                 failures[rank] = Cause(f"{text}: ranks must run the same steps in one order")
-        is_complete = len(answers) == self._size
-        return answers, Decision.failed(failures, is_complete=is_complete)
+        return answers, Decision.failed(failures, is_complete=len(answers) == self._size)
 
     def _await(self, call: _Call[T], kind: str) -> Decision:
         """Read a decision; if none comes in time, make one with what answers there are."""

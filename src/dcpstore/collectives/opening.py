@@ -21,6 +21,7 @@ def open_group(
     deadline_s: float = 600.0,
     *,
     purpose: str = "checkpoint",
+    subject: str = "",
 ) -> RankGroup:
     """All ranks of the process group: open a group for steps. Waits for nobody.
 
@@ -36,6 +37,8 @@ def open_group(
             moment this rank enters it.
         purpose: Groups for different purposes never mix. Groups for one purpose must be opened
             in the same order on all ranks; several may be open at once.
+        subject: What is saved or loaded, such as its URL without secrets. Should a rank have
+            missed a group, its steps for another subject fail, rather than join in.
 
     Raises:
         ConfigError: If this process is not in `process_group`, the coordinator is not, or the
@@ -47,7 +50,7 @@ def open_group(
         return SingleGroup(deadline_s)
     from dcpstore.collectives.torch_group import open_torch_group
 
-    return open_torch_group(process_group, coordinator_rank, deadline_s, purpose)
+    return open_torch_group(process_group, coordinator_rank, deadline_s, purpose, subject)
 
 
 def _has_default_group() -> bool:

@@ -64,6 +64,7 @@ def open_torch_group(
     coordinator_rank: int,
     deadline_s: float,
     purpose: str,
+    subject: str,
 ) -> RankGroup:
     """All ranks: open a group of the ranks of a process group; see `open_group`.
 
@@ -109,6 +110,7 @@ def open_torch_group(
         namespace=namespace,
         lane_maker=_lane_maker(kept, rank, size),
         lanes=lanes,
+        subject=subject,
         give_back=give_back,
     )
 

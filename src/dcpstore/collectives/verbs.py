@@ -176,6 +176,7 @@ class BoardGroup(_Verbs):
         lane_maker: Opens lanes; None where there are none.
         lanes: Lanes that an earlier group of the same ranks left open; this one owns them now.
         bulk_bytes: Values larger than this go by lane.
+        subject: See `open_group`.
         give_back: Takes the lanes when the group closes, if they are well.
     """
 
@@ -191,6 +192,7 @@ class BoardGroup(_Verbs):
         lane_maker: LaneMaker | None = None,
         lanes: Lanes | None = None,
         bulk_bytes: int = BULK_BYTES,
+        subject: str = "",
         give_back: Callable[[Lanes], None] = lambda lanes: lanes.close(),
     ) -> None:
         super().__init__(rank, size, coordinator, deadline_s)
@@ -205,7 +207,7 @@ class BoardGroup(_Verbs):
             lanes=lanes,
             bulk_bytes=bulk_bytes,
         )
-        self._exchange = Exchange(board, rank, size, coordinator, bulk=self._bulk)
+        self._exchange = Exchange(board, rank, size, coordinator, bulk=self._bulk, subject=subject)
         self._is_closed = False
 
     def exchange(
@@ -249,15 +251,20 @@ class BoardGroup(_Verbs):
         lanes = self._lanes_to(to)
         if not memoryview(data).nbytes:
             return _Done()
-        return _Bounded(lanes.send(data, to), f"sending to rank {to}", self._exchange)
+        return self._begin(lambda: lanes.send(data, to), f"sending to rank {to}")
 
     def post_receive(self, into: Buffer, source: int) -> Pending:
         """Begin to receive into contiguous, writable host bytes."""
         lanes = self._lanes_to(source)
         if not memoryview(into).nbytes:
             return _Done()
-        pending = lanes.receive(into, source)
-        return _Bounded(pending, f"receiving from rank {source}", self._exchange)
+        return self._begin(lambda: lanes.receive(into, source), f"receiving from rank {source}")
+
+    def _begin(self, begin: Callable[[], Pending], what: str) -> Pending:
+        try:
+            return _Bounded(begin(), what, self._exchange)
+        except ConnectionError as error:
+            raise ConnectionError(f"{what}: {error}") from error
 
     def close(self) -> None:
         """Give back what the group holds. Not collective, idempotent; waits for nobody."""
