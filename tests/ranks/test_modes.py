@@ -150,7 +150,7 @@ dcp.load(state, storage_reader=reader, no_dist=True)
 if os.fork():
     print(os.waitstatus_to_exitcode(os.wait()[1]))
     sys.exit()
-signal.alarm(40)
+signal.alarm(90)
 target = {"w": torch.zeros(10000)}
 try:
     reader.read_metadata()
@@ -170,7 +170,7 @@ def test_a_fork_works_or_is_refused_but_never_hangs(place, engine: str, code: st
         [sys.executable, "-c", FORK, url, options["endpoint_url"], engine],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=110,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ended.stdout.split() == [code], ended.stdout + ended.stderr
