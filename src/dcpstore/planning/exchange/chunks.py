@@ -13,13 +13,13 @@ import numpy as np
 
 from dcpstore.planning.exchange.columns import Ints
 from dcpstore.planning.exchange.global_plan import ChunkColumns
-from dcpstore.planning.exchange.layout import Items
+from dcpstore.planning.exchange.items import Items
 from dcpstore.planning.exchange.overlap import stable_order
 from dcpstore.planning.exchange.table import KeyTable
 
 __all__ = ["Chunks", "chunk_columns", "find_chunks", "num_elements", "out_of_bounds"]
 
-_BLOCK = 1 << 20  # items per step, so that temporary columns stay small
+_BLOCK = 1 << 17  # items per step: temporary columns of 1 MiB stay in the cache and the heap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class Chunks:
 
     def items(self, places: Ints) -> Ints:
         """Return the items at some places of ``order``."""
-        found: Ints = self.order[places].astype(np.int64, copy=False)
+        found: Ints = self.order[places]
         return found
 
 
@@ -153,21 +153,32 @@ def _without_empty_copies(
 
 def chunk_columns(chunks: Chunks, items: Items, table: KeyTable) -> ChunkColumns:
     """Return what the metadata says of each chunk, in the order of keys and offsets."""
-    item = chunks.items(chunks.first[:-1])
-    key = items.key[item]
-    box_at, boxes = np.empty(0, np.int64), np.empty(0, np.int64)
-    if items.box_row is not None:
-        row = items.box_row[item]
-        box_at = np.flatnonzero(row >= 0)
-        boxes = row[box_at]
+    count = len(chunks.first) - 1
+    key = np.empty(count, np.int32)
+    start, length = np.empty(count, items.start.dtype), np.empty(count, items.length.dtype)
+    found, boxes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for low in range(0, count, _BLOCK):
+        part = slice(low, min(low + _BLOCK, count))
+        item = chunks.items(chunks.first[part])
+        key[part], start[part], length[part] = (
+            items.key[item],
+            items.start[item],
+            items.length[item],
+        )
+        if items.box_row is not None:
+            row = items.box_row[item]
+            at = np.flatnonzero(row >= 0)
+            found.append(low + at)
+            boxes.append(row[at])
+    box = np.concatenate(boxes)
     return ChunkColumns(
         key=key,
-        start=items.start[item],
-        length=items.length[item],
+        start=start,
+        length=length,
         first_of_key=np.searchsorted(key, np.arange(len(table.rows) + 1, dtype=np.int32)),
-        box_at=box_at,
-        box_offsets=items.box_offsets[boxes],
-        box_sizes=items.box_sizes[boxes],
+        box_at=np.concatenate(found),
+        box_offsets=items.box_offsets[box],
+        box_sizes=items.box_sizes[box],
     )
 
 

@@ -88,10 +88,13 @@ def pack_columns(
     extras: bytes | None = None,
 ) -> PackedPlan:
     """Join a rank's columns and its table of keys to a packed save plan."""
+    flags = PlanFlag(flags)
+    if columns.row is not None:
+        flags |= PlanFlag.HAS_ROW_NUMBERS
     parts = [Part.of(PartKind.ROWS, encode_columns(columns)), *keys]
     if extras is not None:
         parts.append(Part.of(PartKind.EXTRAS, extras))
-    return PackedPlan.of(PlanKind.SAVE, PlanFlag(flags), columns.num_items, parts)
+    return PackedPlan.of(PlanKind.SAVE, flags, columns.num_items, parts)
 
 
 def encode_columns(columns: SaveColumns) -> bytes:

@@ -11,21 +11,21 @@ replicas and overlaps is close to one pass::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
 from dcpstore.errors import CorruptError
-from dcpstore.planning.exchange.columns import Ints, SaveColumns, decode_columns
+from dcpstore.planning.exchange.columns import Ints
 from dcpstore.planning.exchange.table import KeyTable
-from dcpstore.planning.exchange.wire import PackedPlan, PartKind
 
-__all__ = ["Items", "Layout", "Segment", "lay_out"]
+__all__ = ["Layout", "LooseRun", "Segment", "lay_out"]
+
+LooseRun: TypeAlias = tuple[int, int, Ints]  # first item in the rank's plan, position, keys
 
 _MIN_RANKS = 4  # below, a matrix of its own costs more than it saves
-_RANKS_PER_BLOCK = 64  # transposed at once: 64 x 1,000 x 8 bytes stay in the cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,30 +88,6 @@ class Layout:
         return np.split(flat, ends[:-1])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Items:
-    """The items of all ranks, in the order of ``layout``.
-
-    Attributes:
-        key: Row of the joined table.
-        rank: Who planned it.
-        start, length: As in `SaveColumns`.
-        box_at: Positions of the boxes, in no order.
-        box_offsets, box_sizes: As in `SaveColumns`, one row per element of ``box_at``.
-        box_row: Per item, its row among the boxes or -1; None if there are no boxes.
-    """
-
-    layout: Layout
-    key: Ints
-    rank: Ints
-    start: Ints
-    length: Ints
-    box_at: Ints
-    box_offsets: Ints
-    box_sizes: Ints
-    box_row: Ints | None
-
-
 @dataclass(slots=True)
 class _Chain:
     """The keys of runs that always come together, and where each rank has them."""
@@ -121,56 +97,55 @@ class _Chain:
     first_item: list[int] = field(default_factory=list)
 
 
-def lay_out(plans: Sequence[PackedPlan], table: KeyTable) -> Items:
-    """Decode all ranks' columns and put them in the common order.
+def lay_out(
+    num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int, Ints]
+) -> tuple[Layout, dict[int, list[LooseRun]]]:
+    """Decide where each rank's items go.
+
+    Args:
+        num_items: Items per rank.
+        table: Their keys.
+        row_numbers: Per rank whose items do not follow its table, each item's row in it.
+
+    Returns:
+        The layout, and per rank the runs of items behind the segments.
 
     Raises:
-        CorruptError: If a plan's columns and table of keys do not fit together.
+        CorruptError: If the numbers of items and keys do not fit together.
     """
-    columns = [_columns_of(plan) for plan in plans]
-    chains, irregular = _chains(table, columns)
-    segments, loose = [], list[tuple[int, int, Ints]]()  # rank, first item, keys
-    at = 0
-    for chain in chains:
-        if not len(chain.keys):
-            continue
+    segments, loose, at = [], list[tuple[int, int, Ints]](), 0  # rank, first item, keys
+    for chain in _chains(num_items, table, row_numbers):
         if len(chain.ranks) < _MIN_RANKS:
-            loose.extend(
-                (rank, first, chain.keys)
-                for rank, first in zip(chain.ranks, chain.first_item, strict=True)
-            )
-            continue
-        by_rank = np.argsort(chain.ranks, kind="stable")
-        segment = Segment(
-            chain.keys, np.array(chain.ranks)[by_rank], np.array(chain.first_item)[by_rank], at
-        )
-        segments.append(segment)
-        at = segment.end
-    loose.extend((rank, 0, _irregular_keys(table, rank, columns[rank])) for rank in irregular)
+            places = zip(chain.ranks, chain.first_item, strict=True)
+            loose.extend((rank, first, chain.keys) for rank, first in places)
+        elif len(chain.keys):
+            by_rank = np.argsort(chain.ranks, kind="stable")
+            ranks, first_item = np.array(chain.ranks)[by_rank], np.array(chain.first_item)[by_rank]
+            segments.append(Segment(chain.keys, ranks, first_item, at))
+            at = segments[-1].end
+    for rank, numbers in row_numbers.items():
+        loose.append((rank, 0, _keys_of(table, rank, numbers)))
+    runs_of: dict[int, list[LooseRun]] = {}
+    for rank, first, keys in loose:
+        runs_of.setdefault(rank, []).append((first, at, keys))
+        at += len(keys)
+    lengths = [len(keys) for _, _, keys in loose]
     layout = Layout(
-        num_items=np.array([one.num_items for one in columns], np.int64),
+        num_items=np.array(num_items, np.int64),
         segments=tuple(segments),
-        loose_rank=np.repeat(
-            np.array([rank for rank, _, _ in loose], np.int64), [len(k) for _, _, k in loose]
-        ),
-        loose_item=_concatenate([np.arange(i, i + len(k)) for _, i, k in loose]),
+        loose_rank=np.repeat(np.array([rank for rank, _, _ in loose], np.int64), lengths),
+        loose_item=_concatenate([np.arange(i, i + len(keys)) for _, i, keys in loose]),
     )
-    return _fill(layout, columns, loose)
+    return layout, runs_of
 
 
-def _columns_of(plan: PackedPlan) -> SaveColumns:
-    data = plan.first_of(PartKind.ROWS)
-    if data is None:
-        raise CorruptError("a packed save plan has no part that holds its items")
-    return decode_columns(data, plan.num_items)
-
-
-def _chains(table: KeyTable, columns: Sequence[SaveColumns]) -> tuple[list[_Chain], list[int]]:
+def _chains(
+    num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int, Ints]
+) -> Iterable[_Chain]:
     """Find the runs that ranks share, joined where they are always neighbours."""
-    irregular = [rank for rank, one in enumerate(columns) if one.row is not None]
     ranks_of: dict[tuple[int, ...], list[int]] = {}
-    for rank, (runs, one) in enumerate(zip(table.runs_of, columns, strict=True)):
-        if one.row is None:
+    for rank, runs in enumerate(table.runs_of):
+        if rank not in row_numbers:
             ranks_of.setdefault(runs, []).append(rank)
     joined = _joinable(ranks_of)
     chains: dict[int, _Chain] = {}
@@ -185,11 +160,9 @@ def _chains(table: KeyTable, columns: Sequence[SaveColumns]) -> tuple[list[_Chai
             chain.first_item.extend([item] * len(ranks))
             item += len(chain.keys)
         for rank in ranks:
-            if columns[rank].num_items != item:
-                raise CorruptError(
-                    f"rank {rank} packed {columns[rank].num_items} items but {item} keys"
-                )
-    return list(chains.values()), irregular
+            if num_items[rank] != item:
+                raise CorruptError(f"rank {rank} packed {num_items[rank]} items but {item} keys")
+    return chains.values()
 
 
 def _joinable(lists: Iterable[tuple[int, ...]]) -> set[tuple[int, int]]:
@@ -217,115 +190,12 @@ def _split(runs: tuple[int, ...], joined: set[tuple[int, int]]) -> Iterable[tupl
             first = at
 
 
-def _irregular_keys(table: KeyTable, rank: int, columns: SaveColumns) -> Ints:
+def _keys_of(table: KeyTable, rank: int, row_numbers: Ints) -> Ints:
     """Return the keys of a rank whose items do not follow its table row by row."""
     keys = _concatenate([table.runs[run].keys for run in table.runs_of[rank]])
-    assert columns.row is not None
-    if len(columns.row) and int(columns.row.max()) >= len(keys):
+    if len(row_numbers) and int(row_numbers.max()) >= len(keys):
         raise CorruptError(f"rank {rank}'s packed plan refers to a key that its table lacks")
-    result: Ints = keys[columns.row]
-    return result
-
-
-def _fill(
-    layout: Layout, columns: Sequence[SaveColumns], loose: Sequence[tuple[int, int, Ints]]
-) -> Items:
-    total = int(layout.num_items.sum())
-    dtype = _common_dtype(columns)
-    start, length = np.empty(total, dtype), np.empty(total, dtype)
-    key, rank = np.empty(total, np.int32), np.empty(total, np.int32)
-    for segment in layout.segments:
-        part = slice(segment.at, segment.end)
-        shape = (len(segment.keys), len(segment.ranks))
-        _transpose([one.start for one in columns], segment, start[part].reshape(shape))
-        _transpose([one.length for one in columns], segment, length[part].reshape(shape))
-        key[part].reshape(shape)[:] = segment.keys[:, None]
-        rank[part].reshape(shape)[:] = segment.ranks
-    at = layout.first_loose
-    rank[at:] = layout.loose_rank
-    for owner, first, keys in loose:
-        end = at + len(keys)
-        start[at:end] = columns[owner].start[first : first + len(keys)]
-        length[at:end] = columns[owner].length[first : first + len(keys)]
-        key[at:end] = keys
-        at = end
-    box_at, box_offsets, box_sizes = _fill_boxes(layout, columns)
-    box_row = None
-    if len(box_at):
-        box_row = np.full(total, -1, np.int32)
-        box_row[box_at] = np.arange(len(box_at), dtype=np.int32)
-    return Items(layout, key, rank, start, length, box_at, box_offsets, box_sizes, box_row)
-
-
-def _common_dtype(columns: Sequence[SaveColumns]) -> type[np.signedinteger[Any]]:
-    """Return the integers that hold all rows: 4 bytes where the wire says that they suffice."""
-    widest = max(
-        (one.dtype.itemsize for column in columns for one in (column.start, column.length)),
-        default=0,
-    )
-    return np.int32 if widest <= 4 else np.int64
-
-
-def _transpose(columns: Sequence[Ints], segment: Segment, out: Ints) -> None:
-    count, num_ranks = out.shape
-    block = np.empty((_RANKS_PER_BLOCK, count), out.dtype)
-    ranks, firsts = segment.ranks.tolist(), segment.first_item.tolist()
-    for low in range(0, num_ranks, _RANKS_PER_BLOCK):
-        high = min(low + _RANKS_PER_BLOCK, num_ranks)
-        for i in range(low, high):
-            block[i - low] = columns[ranks[i]][firsts[i] : firsts[i] + count]
-        out[:, low:high] = block[: high - low].T
-
-
-def _fill_boxes(layout: Layout, columns: Sequence[SaveColumns]) -> tuple[Ints, Ints, Ints]:
-    """Join the ranks' boxes, with their positions in the layout."""
-    with_boxes = [one for one in columns if len(one.box_item)]
-    num_dims = max((one.box_sizes.shape[1] for one in with_boxes), default=0)
-    item = _concatenate([one.box_item for one in with_boxes]).astype(np.int64)
-    offsets = _concatenate([_widen(one.box_offsets, num_dims, 0) for one in with_boxes])
-    sizes = _concatenate([_widen(one.box_sizes, num_dims, 1) for one in with_boxes])
-    at = np.full(len(item), -1, np.int64)
-    if len(item):
-        _place_boxes(layout, item, at, np.array([len(one.box_item) for one in columns]))
-    shape = (len(item), num_dims)
-    return (
-        at,
-        offsets.astype(np.int64, copy=False).reshape(shape),
-        sizes.astype(np.int64, copy=False).reshape(shape),
-    )
-
-
-def _widen(boxes: Ints, num_dims: int, padding: int) -> Ints:
-    missing = num_dims - boxes.shape[1]
-    return np.pad(boxes, ((0, 0), (0, missing)), constant_values=padding) if missing else boxes
-
-
-def _place_boxes(layout: Layout, item: Ints, at: Ints, counts: Ints) -> None:
-    """Turn the boxes' (rank, item), sorted by rank, into positions in the layout."""
-    rank = np.repeat(np.arange(len(counts)), counts)
-    if (item >= layout.num_items[rank]).any():
-        raise CorruptError("a packed plan places a box that is no item of it")
-    first_box = np.cumsum(counts) - counts
-    for segment in layout.segments:
-        per_rank = counts[segment.ranks]
-        boxes = _ranges(first_box[segment.ranks], per_rank)
-        row = item[boxes] - np.repeat(segment.first_item, per_rank)
-        column = np.repeat(np.arange(len(segment.ranks)), per_rank)
-        inside = (row >= 0) & (row < len(segment.keys))
-        at[boxes[inside]] = segment.at + row[inside] * len(segment.ranks) + column[inside]
-    rest = np.flatnonzero(at < 0)
-    if len(rest):
-        step = int(layout.num_items.max()) + 1
-        loose = layout.loose_rank * step + layout.loose_item
-        order = np.argsort(loose, kind="stable")
-        found = np.searchsorted(loose[order], rank[rest] * step + item[rest])
-        at[rest] = layout.first_loose + order[found]
-
-
-def _ranges(first: Ints, counts: Ints) -> Ints:
-    """Return first[0], first[0] + 1, ... counts[0] of them, then first[1], ..."""
-    before = np.cumsum(counts) - counts
-    result: Ints = np.arange(int(counts.sum())) + np.repeat(first - before, counts)
+    result: Ints = keys[row_numbers]
     return result
 
 

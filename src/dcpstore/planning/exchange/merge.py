@@ -29,7 +29,7 @@ from dcpstore.planning.exchange.chunks import (
 from dcpstore.planning.exchange.columns import Ints
 from dcpstore.planning.exchange.decisions import encode_decisions
 from dcpstore.planning.exchange.global_plan import GlobalSavePlan
-from dcpstore.planning.exchange.layout import Items, lay_out
+from dcpstore.planning.exchange.items import Items, read_items
 from dcpstore.planning.exchange.table import join_tables
 from dcpstore.planning.exchange.validate import Inspector
 from dcpstore.planning.exchange.wire import PackedPlan, PartKind, PlanFlag, PlanKind
@@ -37,6 +37,7 @@ from dcpstore.planning.exchange.wire import PackedPlan, PartKind, PlanFlag, Plan
 __all__ = ["RECORD_BYTES", "merge_save_plans"]
 
 RECORD_BYTES = 1024  # what a ``torch.save`` record adds to its payload, for the balance
+_BLOCK = 1 << 17  # items per step: temporary columns of 1 MiB stay in the cache and the heap
 
 
 def merge_save_plans(
@@ -65,7 +66,7 @@ def merge_save_plans(
     plans = [one if isinstance(one, PackedPlan) else PackedPlan.from_bytes(one) for one in packed]
     _check_kinds(plans)
     table = join_tables(plans)
-    items = lay_out(plans, table)
+    items = read_items(plans, table)
     inspector = Inspector(items, table)
     inspector.check_keys()
     if items.box_offsets.shape[1] >= table.step.shape[1] and len(items.box_at):
@@ -92,7 +93,7 @@ def merge_save_plans(
         chunks=columns,
         digests=digests,
         decisions=encode_decisions(items.layout.to_ranks(is_kept), digests, hints),
-        load_bytes=_sums(items.rank[writer], payload_bytes, len(plans)),
+        load_bytes=_sums(items.rank, writer, payload_bytes, len(plans)),
         extras=_extras(plans),
     )
 
@@ -118,18 +119,13 @@ def _choose_writers(
     """Return the item that writes each chunk."""
     writer = np.array(chunks.items(chunks.first[:-1]))
     num_copies = chunks.num_copies
-    load_bytes = _sums(items.rank[writer], np.where(num_copies == 1, cost, 0), num_ranks)
+    load_bytes = _sums(items.rank, writer, np.where(num_copies == 1, cost, 0), num_ranks)
     replicated = np.flatnonzero(num_copies > 1)
     num_copies = num_copies[replicated]
     classes, numbers, copies = [], [], []
     for count in np.unique(num_copies).tolist():
         number = replicated[num_copies == count]
-        copy = chunks.items(chunks.first[number][:, None] + np.arange(count))
-        ranks = items.rank[copy]
-        if not (ranks[:, 1:] > ranks[:, :-1]).all():
-            by_rank = np.argsort(ranks, axis=1, kind="stable")
-            copy = np.take_along_axis(copy, by_rank, axis=1)
-            ranks = np.take_along_axis(ranks, by_rank, axis=1)
+        copy, ranks = _copies(chunks, items, number, count)
         inspector.check_copies(copy, ranks)
         classes.append(Replicated(ranks, cost[number]))
         numbers.append(number)
@@ -142,9 +138,31 @@ def _choose_writers(
     return writer
 
 
-def _sums(ranks: Ints, weights: Ints, num_ranks: int) -> Ints:
-    # Exact up to 8 PiB per rank, where a double's mantissa ends.
-    return np.bincount(ranks, weights, num_ranks).astype(np.int64)
+def _copies(chunks: Chunks, items: Items, number: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return the items that write each of some chunks, and their ranks, by rank."""
+    copy = np.empty((len(number), count), chunks.order.dtype)
+    ranks = np.empty((len(number), count), np.int32)
+    step = max(_BLOCK // count, 1)
+    for low in range(0, len(number), step):
+        part = slice(low, low + step)
+        copy[part] = chunks.items(chunks.first[number[part], None] + np.arange(count))
+        ranks[part] = items.rank[copy[part]]
+        if not (ranks[part, 1:] > ranks[part, :-1]).all():
+            by_rank = np.argsort(ranks[part], axis=1, kind="stable")
+            copy[part] = np.take_along_axis(copy[part], by_rank, axis=1)
+            ranks[part] = np.take_along_axis(ranks[part], by_rank, axis=1)
+    return copy, ranks
+
+
+def _sums(rank_of: Ints, items: Ints, num_bytes: Ints, num_ranks: int) -> Ints:
+    """Add up bytes per rank of the items that they belong to."""
+    sums = np.zeros(num_ranks, np.int64)
+    for low in range(0, len(items), _BLOCK):
+        part = slice(low, low + _BLOCK)
+        # Exact: a block's sum stays below 2**53, where a double's mantissa ends, as long as
+        # its chunks have 64 GiB on average.
+        sums += np.bincount(rank_of[items[part]], num_bytes[part], num_ranks).astype(np.int64)
+    return sums
 
 
 def _extras(plans: Sequence[PackedPlan]) -> dict[int, bytes]:

@@ -12,7 +12,7 @@ import numpy as np
 from dcpstore.planning.exchange.chunks import Chunks
 from dcpstore.planning.exchange.columns import Ints
 from dcpstore.planning.exchange.global_plan import ChunkColumns
-from dcpstore.planning.exchange.layout import Items
+from dcpstore.planning.exchange.items import Items
 from dcpstore.planning.exchange.overlap import find_overlaps, find_uncut
 from dcpstore.planning.exchange.problems import MAX_SHOWN, PlanError, Problem, list_ranks
 from dcpstore.planning.exchange.schema import KeyRow
@@ -20,7 +20,7 @@ from dcpstore.planning.exchange.table import KeyTable
 
 __all__ = ["Inspector"]
 
-_BLOCK = 1 << 18  # chunks
+_BLOCK = 1 << 17  # chunks per step
 
 
 class Inspector:
@@ -83,6 +83,11 @@ class Inspector:
         self._add(copies[differs].tolist(), self._mismatch)
 
     def _differ(self, copies: Ints) -> Ints:
+        step = max(_BLOCK // copies.shape[1], 1)
+        parts = [copies[low : low + step] for low in range(0, len(copies), step)]
+        return np.concatenate([self._differ_in(part) for part in parts])
+
+    def _differ_in(self, copies: Ints) -> Ints:
         items = self._items
         length = items.length[copies]
         differs = (length != length[:, :1]).any(axis=1)

@@ -51,6 +51,7 @@ class PlanFlag(IntFlag):
     """Facts about a plan that need no part of their own."""
 
     HAS_PATHS = 1  # planner_data is DCP's flattening map; it travels with the keys
+    HAS_ROW_NUMBERS = 4  # items do not follow the table of keys one by one
     IS_UNUSABLE = 2  # DCP's own plan cache says: take the plan of last time
 
 

@@ -1,0 +1,221 @@
+"""The columns of all ranks' items, in the order of their layout.
+
+Ranks are decoded a few at a time and written into place at once, so that their own
+columns never pile up::
+
+    64 ranks x 1,000 rows, decoded          1,000 rows x 16,384 ranks
+    r0: w v b ..                            w: .. | r0 r1 r2 .. | ..
+    r1: w v b ..     -- transposed -->      v: .. | r0 r1 r2 .. | ..
+    r2: w v b ..                            b: .. | r0 r1 r2 .. | ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcpstore.errors import CorruptError
+from dcpstore.planning.exchange.columns import Ints, SaveColumns, decode_columns
+from dcpstore.planning.exchange.layout import Layout, LooseRun, Segment, lay_out
+from dcpstore.planning.exchange.table import KeyTable
+from dcpstore.planning.exchange.wire import PackedPlan, PartKind, PlanFlag
+
+__all__ = ["Items", "read_items"]
+
+_RANKS_PER_BLOCK = 64  # 64 x 1,000 x 4 bytes stay in the cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """The items of all ranks, in the order of ``layout``.
+
+    Attributes:
+        key: Row of the joined table.
+        rank: Who planned it.
+        start, length: As in `SaveColumns`.
+        box_at: Positions of the boxes, in no order.
+        box_offsets, box_sizes: As in `SaveColumns`, one row per element of ``box_at``.
+        box_row: Per item, its row among the boxes or -1; None if there are no boxes.
+    """
+
+    layout: Layout
+    key: Ints
+    rank: Ints
+    start: Ints
+    length: Ints
+    box_at: Ints
+    box_offsets: Ints
+    box_sizes: Ints
+    box_row: Ints | None
+
+
+def read_items(plans: Sequence[PackedPlan], table: KeyTable) -> Items:
+    """Decode all ranks' columns and put them in one order.
+
+    Raises:
+        CorruptError: If a plan's columns and table of keys do not fit together.
+    """
+    irregular = {
+        rank: _decode(plan)
+        for rank, plan in enumerate(plans)
+        if plan.flags & PlanFlag.HAS_ROW_NUMBERS
+    }
+    layout, loose = lay_out(
+        [plan.num_items for plan in plans],
+        table,
+        {rank: one.row for rank, one in irregular.items() if one.row is not None},
+    )
+    filler = _Filler(layout, loose)
+    for low in range(0, len(plans), _RANKS_PER_BLOCK):
+        high = min(low + _RANKS_PER_BLOCK, len(plans))
+        filler.fill(low, [irregular.get(r) or _decode(plans[r]) for r in range(low, high)])
+    return filler.finish()
+
+
+def _decode(plan: PackedPlan) -> SaveColumns:
+    data = plan.first_of(PartKind.ROWS)
+    if data is None:
+        raise CorruptError("a packed save plan has no part that holds its items")
+    columns = decode_columns(data, plan.num_items)
+    if (columns.row is not None) != bool(plan.flags & PlanFlag.HAS_ROW_NUMBERS):
+        raise CorruptError("a packed save plan's head and items do not fit together")
+    return columns
+
+
+class _Filler:
+    """Writes the ranks' columns into place, block by block of ranks."""
+
+    def __init__(self, layout: Layout, loose: Mapping[int, Sequence[LooseRun]]) -> None:
+        self._layout = layout
+        self._loose = loose
+        total = int(layout.num_items.sum())
+        self._start = np.empty(total, np.int32)
+        self._length = np.empty(total, np.int32)
+        self._box_item: list[Ints] = []
+        self._box_offsets: list[Ints] = []
+        self._box_sizes: list[Ints] = []
+        self._num_boxes = np.zeros(len(layout.num_items), np.int64)
+
+    def fill(self, low: int, columns: Sequence[SaveColumns]) -> None:
+        """Write the columns of consecutive ranks, the first of which is ``low``."""
+        if any(max(one.start.itemsize, one.length.itemsize) > 4 for one in columns):
+            self._start = self._start.astype(np.int64, copy=False)
+            self._length = self._length.astype(np.int64, copy=False)
+        high = low + len(columns)
+        for segment in self._layout.segments:
+            first, end = np.searchsorted(segment.ranks, (low, high)).tolist()
+            if first < end:
+                of_ranks = [columns[rank - low] for rank in segment.ranks[first:end].tolist()]
+                self._transpose(segment, first, of_ranks)
+        for rank in range(low, high):
+            one = columns[rank - low]
+            for first, at, keys in self._loose.get(rank, ()):
+                end = at + len(keys)
+                self._start[at:end] = one.start[first : first + len(keys)]
+                self._length[at:end] = one.length[first : first + len(keys)]
+            self._num_boxes[rank] = len(one.box_item)
+        self._keep_boxes([one for one in columns if len(one.box_item)])
+
+    def _transpose(self, segment: Segment, first: int, columns: Sequence[SaveColumns]) -> None:
+        count, num_ranks = len(segment.keys), len(segment.ranks)
+        items = segment.first_item[first : first + len(columns)].tolist()
+        place = slice(segment.at, segment.end)
+        for out, sources in (
+            (self._start, [one.start for one in columns]),
+            (self._length, [one.length for one in columns]),
+        ):
+            block = np.empty((len(columns), count), out.dtype)
+            for row, source, item in zip(block, sources, items, strict=True):
+                row[:] = source[item : item + count]
+            matrix = out[place].reshape(count, num_ranks)
+            matrix[:, first : first + len(columns)] = block.T
+
+    def _keep_boxes(self, columns: Sequence[SaveColumns]) -> None:
+        if not columns:
+            return
+        num_dims = max(one.box_sizes.shape[1] for one in columns)
+        self._box_item.append(np.concatenate([one.box_item for one in columns]))
+        self._box_offsets.append(
+            np.concatenate([_widen(one.box_offsets, num_dims, 0) for one in columns])
+        )
+        self._box_sizes.append(
+            np.concatenate([_widen(one.box_sizes, num_dims, 1) for one in columns])
+        )
+
+    def finish(self) -> Items:
+        """Return the items of all ranks."""
+        layout, total = self._layout, len(self._start)
+        key, rank = np.empty(total, np.int32), np.empty(total, np.int32)
+        for segment in layout.segments:
+            place = slice(segment.at, segment.end)
+            shape = (len(segment.keys), len(segment.ranks))
+            key[place].reshape(shape)[:] = segment.keys[:, None]
+            rank[place].reshape(shape)[:] = segment.ranks
+        rank[layout.first_loose :] = layout.loose_rank
+        for runs in self._loose.values():
+            for _, at, keys in runs:
+                key[at : at + len(keys)] = keys
+        box_at, box_row = self._place_boxes(), None
+        num_dims = max((boxes.shape[1] for boxes in self._box_sizes), default=0)
+        if len(box_at):
+            box_row = np.full(total, -1, np.int32)
+            box_row[box_at] = np.arange(len(box_at), dtype=np.int32)
+        return Items(
+            layout,
+            key,
+            rank,
+            self._start,
+            self._length,
+            box_at,
+            _join([_widen(boxes, num_dims, 0) for boxes in self._box_offsets], num_dims),
+            _join([_widen(boxes, num_dims, 1) for boxes in self._box_sizes], num_dims),
+            box_row,
+        )
+
+    def _place_boxes(self) -> Ints:
+        item = _join([boxes[:, None] for boxes in self._box_item], 1)[:, 0]
+        at = np.full(len(item), -1, np.int64)
+        if len(item):
+            _place_boxes(self._layout, item, at, self._num_boxes)
+        return at
+
+
+def _join(blocks: Sequence[Ints], num_dims: int) -> Ints:
+    joined = np.concatenate(blocks) if blocks else np.empty((0, num_dims))
+    return joined.astype(np.int64, copy=False)
+
+
+def _widen(boxes: Ints, num_dims: int, padding: int) -> Ints:
+    missing = num_dims - boxes.shape[1]
+    return np.pad(boxes, ((0, 0), (0, missing)), constant_values=padding) if missing else boxes
+
+
+def _place_boxes(layout: Layout, item: Ints, at: Ints, counts: Ints) -> None:
+    """Turn the boxes' (rank, item), sorted by rank, into positions in the layout."""
+    rank = np.repeat(np.arange(len(counts)), counts)
+    if (item >= layout.num_items[rank]).any():
+        raise CorruptError("a packed plan places a box that is no item of it")
+    first_box = np.cumsum(counts) - counts
+    for segment in layout.segments:
+        per_rank = counts[segment.ranks]
+        boxes = _ranges(first_box[segment.ranks], per_rank)
+        row = item[boxes] - np.repeat(segment.first_item, per_rank)
+        column = np.repeat(np.arange(len(segment.ranks)), per_rank)
+        inside = (row >= 0) & (row < len(segment.keys))
+        at[boxes[inside]] = segment.at + row[inside] * len(segment.ranks) + column[inside]
+    rest = np.flatnonzero(at < 0)
+    if len(rest):
+        step = int(layout.num_items.max()) + 1
+        loose = layout.loose_rank * step + layout.loose_item
+        order = np.argsort(loose, kind="stable")
+        found = np.searchsorted(loose[order], rank[rest] * step + item[rest])
+        at[rest] = layout.first_loose + order[found]
+
+
+def _ranges(first: Ints, counts: Ints) -> Ints:
+    """Return first[0], first[0] + 1, ... counts[0] of them, then first[1], ..."""
+    before = np.cumsum(counts) - counts
+    result: Ints = np.arange(int(counts.sum())) + np.repeat(first - before, counts)
+    return result
