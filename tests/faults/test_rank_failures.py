@@ -1,0 +1,177 @@
+"""Whatever goes wrong on whichever ranks of a save or load, all ranks know, and in time.
+
+Ranks are threads here; `test_rank_failures_processes` runs a part of it on processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dcpstore import RankFailures, StoreError
+from dcpstore.testing.ranks import ThreadRanks
+from faults.failing_ranks import (
+    LOAD_PHASES,
+    NUM_RANKS,
+    OF_COORDINATOR,
+    SAVE_PHASES,
+    Bomb,
+    BombGroup,
+    Interrupted,
+    Job,
+    Kind,
+)
+from faults.places import Backend
+
+PHASES = SAVE_PHASES + LOAD_PHASES
+PROMPT_S = 20
+"""Within this, ranks that do not wait for a silent one must have raised; they may wait for 60."""
+
+
+@dataclass
+class Outcome:
+    """What became of one save or load with failing ranks.
+
+    Attributes:
+        errors: What each rank raised.
+        seconds: Until each rank raised.
+        left: The objects of the failed save that were there when all ranks had raised.
+        is_sealed: Whether a checkpoint was there then.
+    """
+
+    errors: list[BaseException | None] = field(default_factory=lambda: [None] * NUM_RANKS)
+    seconds: list[float] = field(default_factory=lambda: [0.0] * NUM_RANKS)
+    left: list[str] = field(default_factory=list)
+    is_sealed: bool = False
+
+
+def fail(
+    phase: str, failing: tuple[int, ...], kind: Kind, coordinator: int, deadline_s: float = 60
+) -> Outcome:
+    """Fail once, then save and load well on the same group."""
+    backend, bomb, outcome = Backend(), Bomb(phase, failing, kind), Outcome()
+    all_raised = threading.Barrier(NUM_RANKS)
+    survivors_raised = threading.Barrier(NUM_RANKS - len(failing), action=bomb.release.set)
+
+    def disarm() -> None:
+        bomb.is_armed = False
+        outcome.left = [name for name in backend.names() if name not in before]
+        outcome.is_sealed = ".metadata" in outcome.left
+
+    def work(group: Any) -> None:
+        rank = group.rank
+        job = Job(BombGroup(group, bomb), rank, "memory://backend", opener, bomb)
+        if phase in LOAD_PHASES:
+            bomb_away = Job(group, rank, job.url, opener, Bomb("", (), "error"))
+            bomb_away.save(0)
+            group.all_gather(None)
+            if group.is_coordinator:
+                before.update(backend.names())
+        outcome.errors[rank], outcome.seconds[rank] = job.fail()
+        if kind == "hang" and rank not in failing:
+            survivors_raised.wait(30)
+        if all_raised.wait(60) == 0:
+            disarm()
+        all_raised.wait(60)
+        if outcome.is_sealed:
+            job.load(1)
+        job.save(2)
+        job.load(2)
+
+    def opener(*_args: Any, **_options: Any) -> Any:
+        return backend.shared
+
+    before: set[str] = set()
+    ranks = ThreadRanks(NUM_RANKS, coordinator=coordinator, deadline_s=deadline_s)
+    ranks.run(work, wait_s=110).values()
+    return outcome
+
+
+def check(
+    outcome: Outcome, phase: str, failing: tuple[int, ...], kind: Kind, within_s: float
+) -> None:
+    """All ranks raised in time and named who failed; nothing is left of a failed save."""
+    for rank, error in enumerate(outcome.errors):
+        if kind == "interrupt" and rank in failing:
+            assert isinstance(error, Interrupted), f"rank {rank} raised {error!r}"
+            continue
+        assert isinstance(error, RankFailures), f"rank {rank} raised {error!r}"
+        check_names(error, failing, kind)
+        if rank not in failing:
+            assert outcome.seconds[rank] < within_s
+    told = [error.causes for error in outcome.errors if isinstance(error, RankFailures)]
+    assert all(causes == told[0] for causes in told), "ranks were told different things"
+    if kind == "denied" or phase != "finish":
+        assert outcome.left == []
+    elif kind != "hang":
+        # The seal broke off, and nobody can tell whether it still arrives: all may stay.
+        assert not outcome.is_sealed
+    # One that hung in the put and woke up seals a checkpoint, whole; `fail` has loaded it.
+
+
+def check_names(error: RankFailures, failing: tuple[int, ...], kind: Kind) -> None:
+    """The error names the ranks that failed, and why."""
+    second_hand = {rank: text for rank, text in error.causes.items() if rank not in failing}
+    for text in second_hand.values():
+        # Who waited for bytes of a failing rank fails too, and says for whom it waited. So
+        # does who waited for that one.
+        assert "receiving from rank" in text or "sending to rank" in text, text
+    assert set(failing) <= error.causes.keys(), error
+    for rank in failing:
+        cause = error.causes[rank]
+        if kind == "hang":
+            assert "hangs" in cause or "not answer" in cause or "in time" in cause, cause
+            continue
+        assert f"scripted failure of rank {rank}" in cause
+        assert "failing_ranks.py" in error.tracebacks[rank]
+        kept = error.exceptions.get(rank)
+        if kind == "unpicklable":
+            assert kept is None
+            assert "Unpicklable" in cause
+        elif kind == "denied":
+            assert isinstance(kept, StoreError)
+            assert kept.denied
+        else:
+            assert type(kept) is (ArithmeticError if kind == "error" else Interrupted)
+
+
+def sets_of(phase: str) -> list[tuple[tuple[int, ...], int]]:
+    """Which ranks fail, and which one coordinates."""
+    if phase in OF_COORDINATOR:
+        return [((rank,), rank) for rank in range(NUM_RANKS)]
+    singles = [((rank,), 0) for rank in range(NUM_RANKS)]
+    return [*singles, ((2,), 2), ((1, 2), 0), ((0, 3), 0)]
+
+
+@pytest.mark.parametrize("kind", ["error", "unpicklable", "interrupt", "denied"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_failing_rank_fails_all_ranks_and_leaves_nothing(phase: str, kind: Kind) -> None:
+    for failing, coordinator in sets_of(phase):
+        print(f"{failing} fail, {coordinator} coordinates")
+        check(fail(phase, failing, kind, coordinator), phase, failing, kind, PROMPT_S)
+
+
+HANG_DEADLINE_S = 5.0
+
+
+@pytest.mark.parametrize("phases", [SAVE_PHASES, LOAD_PHASES], ids=["save", "load"])
+def test_a_hanging_rank_fails_all_ranks_by_the_deadline(phases: tuple[str, ...]) -> None:
+    # Whoever waits needs no processor: all cases of a kind at once.
+    cases = [(phase, *case) for phase in phases for case in sets_of(phase)[-4:]]
+    with ThreadPoolExecutor(len(cases)) as executor:
+        futures = [
+            executor.submit(fail, phase, failing, "hang", coordinator, HANG_DEADLINE_S)
+            for phase, failing, coordinator in cases
+        ]
+        outcomes = [future.result() for future in futures]
+    problems = []
+    for (phase, failing, coordinator), outcome in zip(cases, outcomes, strict=True):
+        try:
+            check(outcome, phase, failing, "hang", HANG_DEADLINE_S + 2)
+        except AssertionError as error:
+            problems.append(f"{phase}, {failing} hang, {coordinator} coordinates: {error}")
+    assert not problems, "\n".join(problems)
