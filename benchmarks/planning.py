@@ -150,12 +150,12 @@ def measure(job: Job) -> dict[str, float]:
     """Merge a job's plans in this process, from the bytes of its ranks to their decisions."""
     arrived = [plan.to_bytes() for plan in job.packed()]
     before_bytes = _peak_bytes()
-    began = time.perf_counter()
-    cpu = time.process_time()
+    began, cpu = time.perf_counter(), _cpu_seconds()
     plan = merge_save_plans(arrived)
     report: dict[str, float] = {
         "seconds": time.perf_counter() - began,
-        "cpu_seconds": time.process_time() - cpu,
+        "user_seconds": _cpu_seconds()[0] - cpu[0],
+        "kernel_seconds": _cpu_seconds()[1] - cpu[1],
         "up_bytes": sum(map(len, arrived)),
         "down_bytes": sum(map(len, plan.decisions)),
         "before_bytes": before_bytes,
@@ -206,7 +206,7 @@ def measure_torch(job: Job) -> dict[str, float]:
     from dcpstore.planning.exchange.save_plans import unpack_save_plan
 
     arrived = [pickle.dumps(unpack_save_plan(plan)) for plan in job.packed()]
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), _cpu_seconds()
     plans = [pickle.loads(one) for one in arrived]
     unpickled = time.perf_counter()
     deduped = dedup_save_plans(plans)
@@ -219,6 +219,8 @@ def measure_torch(job: Job) -> dict[str, float]:
     loads = np.array([sum(map(_item_bytes, plan.items)) for plan in global_plans], np.float64)
     return {
         "seconds": time.perf_counter() - began,
+        "user_seconds": _cpu_seconds()[0] - cpu[0],
+        "kernel_seconds": _cpu_seconds()[1] - cpu[1],
         "unpickle_seconds": unpickled - began,
         "merge_seconds": merged - unpickled,
         "up_bytes": sum(map(len, arrived)),
@@ -298,6 +300,11 @@ def _item_bytes(item: object) -> int:
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
+def _cpu_seconds() -> tuple[float, float]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime, usage.ru_stime
+
+
 def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -314,7 +321,8 @@ def _print_row(shape: str, num_ranks: int, who: str, found: dict[str, float]) ->
     cached = f"{found['cached_seconds']:.3f}" if "cached_seconds" in found else "-"
     parts = f"{found['up_parts_bytes'] / mib:.1f}" if "up_parts_bytes" in found else "-"
     print(
-        f"| {shape} | {num_ranks:,} | {who} | {found['seconds']:.2f} | {cached}"
+        f"| {shape} | {num_ranks:,} | {who} | {found['seconds']:.2f}"
+        f" | {found['user_seconds']:.2f} + {found['kernel_seconds']:.2f} | {cached}"
         f" | {found['up_bytes'] / mib:.1f} | {parts} | {found['down_bytes'] / mib:.2f}"
         f" | {found['peak_bytes'] / gib:.2f} | {found['max_load']:.3f} |",
         flush=True,
@@ -339,10 +347,10 @@ def main(arguments: list[str] | None = None) -> None:
         return
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, numpy {np.__version__}\n")
     print(
-        "| plans | ranks | coordinator | seconds | cached s | up MiB | up by parts MiB"
-        " | down MiB | peak RSS GiB | max/mean load |"
+        "| plans | ranks | coordinator | seconds | CPU s, user + kernel | cached s | up MiB"
+        " | up by parts MiB | down MiB | peak RSS GiB | max/mean load |"
     )
-    print("|" + " --- |" * 10)
+    print("|" + " --- |" * 11)
     for shape in options.shape:
         for num_ranks in options.ranks:
             for who in ("dcpstore", "torch")[: 1 + (num_ranks <= MAX_RANKS_FOR_TORCH)]:
