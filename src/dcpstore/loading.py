@@ -286,11 +286,13 @@ class _LoadJob:
             return own
 
         job = Transfer.total(steps.all_gather(self._group, "hand over", hand_over))
+        # A rank whose shard of a tensor is empty plans nothing for a key that it has.
+        known = self._planned.union(getattr(self._planner, "state_dict", None) or ())
         result = LoadResult(
             url=str(getattr(self._reader, "checkpoint_id", "")),
             loaded=tuple(sorted(self._planned)),
             missing=(),
-            unexpected=tuple(sorted(self._metadata.state_dict_metadata.keys() - self._planned)),
+            unexpected=tuple(sorted(self._metadata.state_dict_metadata.keys() - known)),
             cast={},
             rank=own,
             job=job,
