@@ -5,6 +5,7 @@ Ranks are threads here; `test_rank_failures_processes` runs a part of it on proc
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -124,7 +125,8 @@ def check_names(error: RankFailures, failing: tuple[int, ...], kind: Kind) -> No
     for rank in failing:
         cause = error.causes[rank]
         if kind == "hang":
-            assert "hangs" in cause or "not answer" in cause or "in time" in cause, cause
+            # A rank that is gone may have taken the job's TCPStore with it.
+            assert re.search("hangs|not answer|in time|store.* was lost", cause), cause
             continue
         assert f"scripted failure of rank {rank}" in cause
         assert "failing_ranks.py" in error.tracebacks[rank]
