@@ -145,7 +145,11 @@ def save_for_ever(endpoint_url: str, url: str, engine: str, first_step: int, eve
     for step in itertools.count(first_step):
         state = state_at(step, is_multipart=True)
         events.send(("began", step))
-        save(state, writer)
+        try:
+            save(state, writer)
+        except BaseException as error:
+            events.send(("failed", f"{step}: {error}"))
+            raise
         events.send(("ended", step))
 
 

@@ -33,15 +33,33 @@ def saves_until_killed(place: Place, first_step: int, delay_s: float) -> tuple[i
     time.sleep(delay_s)
     process.kill()  # SIGKILL: no handler, no clean-up, no goodbye to the server
     process.join(30)
+    wait_until_idle(place)
     last = {"began": first_step - 1, "ended": first_step - 1}
     while True:
         try:
             what, step = ours.recv()
         except EOFError:
             break
+        assert what != "failed", step
         last[what] = step
     assert process.exitcode == -9
     return last["began"], last["ended"]
+
+
+def wait_until_idle(place: Place) -> None:
+    """Let the server end what the dead process had sent: its last put may yet take effect.
+
+    A later save that had looked before then would rightly lose to it.
+    """
+    deadline = time.monotonic() + 30
+    num_alone = 0
+    while num_alone < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        place.server.clear_requests()
+        place.client.exists()
+        is_alone = [request.num_in_flight for request in place.server.requests()] == [1]
+        num_alone = num_alone + 1 if is_alone else 0
 
 
 @pytest.mark.parametrize(
