@@ -77,7 +77,7 @@ class _Call(Generic[T]):
     @property
     def grace_s(self) -> float:
         """How long to wait for others at least, for a rank that is itself late."""
-        return min(0.05 * self.deadline_s, 1.0)
+        return min(0.1 * self.deadline_s, 1.0)
 
     def left_s(self, kind: str = "u") -> float:
         """Seconds left for answers of a kind; the second kind gets what the first leaves."""
