@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -97,15 +98,15 @@ def plan_sharing(
     for row, ranks in enumerate(sets):
         if len(ranks) > 1:
             shared.setdefault(ranks, []).append(row)
-    sets_per_rank = _sets_per_rank(shared, len(units))
-    drafts = []
-    for ranks, rows in shared.items():
-        own_wave_bytes = max(1, wave_bytes // max(sets_per_rank[rank] for rank in ranks))
-        drafts += _bundle(unique[rows], ranks, request_bytes, join_gap_bytes, own_wave_bytes)
-    drafts.sort(key=lambda draft: draft[:3])
+    drafts = [
+        draft
+        for ranks, rows in shared.items()
+        for draft in _bundle(unique[rows], ranks, request_bytes, join_gap_bytes)
+    ]
+    waves = _number_waves(drafts, len(units), wave_bytes)
     loads = np.zeros(len(units), dtype=np.int64)
     bundles = []
-    for number, (wave, obj, span, ranks) in enumerate(drafts):
+    for number, (wave, obj, span, ranks) in enumerate(waves):
         members = np.asarray(ranks)
         fetcher = int(members[np.argmin(loads[members])])
         loads[fetcher] += span.num_bytes
@@ -132,23 +133,13 @@ def _wanting_ranks(units: Sequence[Units]) -> tuple[Units, list[tuple[int, ...]]
     return unique, sets
 
 
-def _sets_per_rank(
-    shared: dict[tuple[int, ...], list[int]], num_ranks: int
-) -> npt.NDArray[np.int64]:
-    counts = np.zeros(num_ranks, dtype=np.int64)
-    for ranks in shared:
-        counts[list(ranks)] += 1
-    return counts
+_Draft: TypeAlias = "tuple[int, ByteRange, tuple[int, ...]]"
 
 
 def _bundle(
-    units: Units,
-    ranks: tuple[int, ...],
-    request_bytes: int,
-    join_gap_bytes: int,
-    wave_bytes: int,
-) -> list[tuple[int, int, ByteRange, tuple[int, ...]]]:
-    """Join neighbouring units that the same ranks want, and number their waves."""
+    units: Units, ranks: tuple[int, ...], request_bytes: int, join_gap_bytes: int
+) -> list[_Draft]:
+    """Join neighbouring units that the same ranks want."""
     joined: list[list[int]] = []
     for obj, start, end in units.tolist():
         last = joined[-1] if joined else None
@@ -161,11 +152,30 @@ def _bundle(
             last[2] = max(end, last[2])
         else:
             joined.append([obj, start, end])
-    bundles = []
-    wave = held = 0
-    for obj, start, end in joined:
-        if held and held + end - start > wave_bytes:
-            wave, held = wave + 1, 0
-        held += end - start
-        bundles.append((wave, obj, ByteRange(start, end), ranks))
-    return bundles
+    return [(obj, ByteRange(start, end), ranks) for obj, start, end in joined]
+
+
+def _number_waves(
+    drafts: Sequence[_Draft], num_ranks: int, wave_bytes: int
+) -> list[tuple[int, int, ByteRange, tuple[int, ...]]]:
+    """Put each bundle into the first wave in which all its ranks have room for it.
+
+    Bundles of the same ranks stay in order. One that is larger than a wave gets one alone.
+    """
+    held: list[npt.NDArray[np.int64]] = []  # per wave: bytes per rank
+    first_wave: dict[tuple[int, ...], int] = {}
+    numbered = []
+    for obj, span, ranks in sorted(drafts, key=lambda draft: draft[:2]):
+        members = np.asarray(ranks)
+        wave = first_wave.get(ranks, 0)
+        while wave < len(held):
+            fullest = int(held[wave][members].max())
+            if fullest == 0 or fullest + span.num_bytes <= wave_bytes:
+                break
+            wave += 1
+        else:
+            held.append(np.zeros(num_ranks, dtype=np.int64))
+        held[wave][members] += span.num_bytes
+        first_wave[ranks] = wave
+        numbered.append((wave, obj, span, ranks))
+    return sorted(numbered)
