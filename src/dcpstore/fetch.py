@@ -110,6 +110,8 @@ class ReadJob:
         self._registry = registry
         self._meter = meter or Meter("load")
         self._budget = ByteBudget(config.budget_bytes // _MEMORY_PER_BYTE)
+        # Two at a time fit: one travels between ranks while the next is fetched.
+        self._request_bytes = min(config.request_bytes, config.budget_bytes // 2)
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
         self._failed = threading.Event()
         self._error: BaseException | None = None
@@ -151,7 +153,7 @@ class ReadJob:
         self._slots = make_slots(self._load_inline(targets, planner))
         pieces = plan_pieces(
             (slot.want(number) for number, slot in enumerate(self._slots)),
-            request_bytes=self._config.request_bytes,
+            request_bytes=self._request_bytes,
             join_gap_bytes=self._config.join_gap_bytes,
             verify=self._config.verify,
         )
@@ -244,7 +246,7 @@ class ReadJob:
         """Fetch and deliver every piece that was not taken out, and commit what is complete."""
         requests = join_pieces(
             self._pieces,
-            request_bytes=self._config.request_bytes,
+            request_bytes=self._request_bytes,
             join_gap_bytes=self._config.join_gap_bytes,
         )
         self._pieces = {}

@@ -71,7 +71,7 @@ def plan_shares(
     def reduce(units: Sequence[bytes]) -> list[Sharing]:
         plan = plan_sharing(
             [np.frombuffer(one, np.int64).reshape(-1, 3) for one in units],
-            request_bytes=config.request_bytes,
+            request_bytes=min(config.request_bytes, config.budget_bytes // 2),
             join_gap_bytes=config.join_gap_bytes,
             # Half, as the next wave is fetched while this one travels.
             wave_bytes=config.budget_bytes // 2,
