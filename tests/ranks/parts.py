@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +15,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcpstore.testing import RecordingStore
+import dcpstore
+from dcpstore import LoadResult, ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConfig
+from dcpstore.collectives import RankGroup
+from dcpstore.store import Store, open_store
+from dcpstore.testing import FaultyStore, RecordingStore, StoreFault, StoreRequest
+from dcpstore.testing.ranks import RankRun, run_ranks
 
 Offsets = tuple[int, ...]
+StateMaker = Callable[[int, int], dict[str, Any]]
 
 
 class Part(torch.Tensor):
@@ -149,29 +155,85 @@ def assert_state(state: dict[str, Any], rank: int, size: int, variant: int = 0) 
     assert (state["step"], state["groups"]) == (expected["step"], expected["groups"])
 
 
-@dataclass
 class Shelf:
-    """One store that the ranks share, and what each asked of it.
+    """A store that ranks share, and what each of them asked of it."""
 
-    Attributes:
-        shared: Holds the objects.
-        stores: What each opening made, in order.
-    """
+    def __init__(self) -> None:
+        self.shared = open_store("memory://shelf", engine="obstore")
+        self._stores: dict[int, list[RecordingStore]] = defaultdict(list)
 
-    shared: Any
-    stores: list[RecordingStore]
+    def opener(self, rank: int, faults: Iterable[StoreFault] = ()) -> Callable[..., Store]:
+        """What to give a rank's writer or reader as ``store_opener``."""
 
-    def open(self, *_args: Any, **_options: Any) -> RecordingStore:
-        """What to give a writer or reader as ``store_opener``."""
-        store = RecordingStore(self.shared)
-        self.stores.append(store)
-        return store
+        def open_one(*_args: Any, **_options: Any) -> Store:
+            store = RecordingStore(FaultyStore(self.shared, faults))
+            self._stores[rank].append(store)
+            return store
+
+        return open_one
+
+    def requests(self, rank: int | None = None, verb: str | None = None) -> list[StoreRequest]:
+        """What a rank asked, or all of them."""
+        ranks = list(self._stores) if rank is None else [rank]
+        stores = [store for one in ranks for store in self._stores[one]]
+        return [r for store in stores for r in store.requests if verb in (None, r.verb)]
 
     @property
-    def requests(self) -> list[Any]:
-        """All ranks' requests."""
-        return [request for store in self.stores for request in store.requests]
+    def fetched_bytes(self) -> int:
+        """Bytes of data objects that all ranks fetched."""
+        return sum(request.num_bytes for request in self.requests(verb="get_range"))
 
     def clear(self) -> None:
         """Forget what was asked."""
-        self.stores.clear()
+        self._stores.clear()
+
+    def save(self, size: int, make: StateMaker) -> None:
+        """Save what ``make`` gives for each rank, and forget what was asked."""
+
+        def work(group: RankGroup) -> None:
+            dcpstore.save(
+                make(group.rank, size),
+                storage_writer=ObjectStoreWriter(
+                    "memory://shelf",
+                    overwrite=True,
+                    store_opener=self.opener(group.rank),
+                    config=WriteConfig(
+                        object_bytes=1 << 18, checksum_block_bytes=4096, inline_bytes=64
+                    ),
+                ),
+                process_group=group,
+            )
+
+        run_ranks(size, work).values()
+        self.clear()
+
+    def load(
+        self,
+        size: int,
+        make: StateMaker,
+        *,
+        share: Any = "auto",
+        faults: Mapping[int, Sequence[StoreFault]] | None = None,
+        deadline_s: float = 30,
+        **config: Any,
+    ) -> RankRun[LoadResult]:
+        """Load into what ``make`` gives for each rank, wiped, and compare."""
+
+        def work(group: RankGroup) -> LoadResult:
+            state = make(group.rank, size)
+            for value in state.values():
+                for tensor in tensors_of(value):
+                    tensor.fill_(-1)
+            script = (faults or {}).get(group.rank, ())
+            reader = ObjectStoreReader(
+                "memory://shelf",
+                store_opener=self.opener(group.rank, script),
+                config=ReadConfig(**config),
+            )
+            result = dcpstore.load(state, storage_reader=reader, share=share, process_group=group)
+            for key, value in make(group.rank, size).items():
+                for got, want in zip(tensors_of(state[key]), tensors_of(value), strict=True):
+                    assert torch.equal(got, want), f"{key} differs on rank {group.rank}"
+            return result
+
+        return run_ranks(size, work, deadline_s=deadline_s)
