@@ -12,10 +12,12 @@ A rank's own ``__{rank}.metadata`` (``use_collectives=False``) is read when DCP 
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +80,9 @@ class Discovered:
         if self.manifest is None:
             assert self.pickled is not None
             return _open_stock(self.pickled, self.key, config)
-        manifest = decode(self.manifest)
-        metadata = metadata_from_manifest(manifest)
+        with _collector_paused():
+            manifest = decode(self.manifest)
+            metadata = metadata_from_manifest(manifest)
         if self.pickled is not None:
             stock = load_metadata_pickle(
                 self.pickled, key=self.key, allow_pickle=config.allow_pickle
@@ -87,6 +90,22 @@ class Discovered:
             metadata.planner_data = stock.planner_data
         metadata.storage_meta = StorageMeta(checkpoint_id=self.url, save_id=manifest.save_id)
         return metadata
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Build many objects that all stay alive, without looking among them for garbage.
+
+    For 20,000 tensors the collector took two thirds of the 0.57 CPU s that their metadata
+    cost. Any thread: whoever saw the collector on turns it on again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Discovered:

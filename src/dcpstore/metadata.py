@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -160,14 +161,19 @@ def _properties_text(properties: TensorProperties) -> str:
 
 
 def _properties(text: str) -> TensorProperties:
+    return TensorProperties(**_property_fields(text))
+
+
+@lru_cache(maxsize=64)  # thousands of tensors share a few texts
+def _property_fields(text: str) -> Mapping[str, Any]:
     fields = json.loads(text)
-    return TensorProperties(
-        dtype=_value(fields["dtype"], torch.dtype),
-        layout=_value(fields["layout"], torch.layout),
-        requires_grad=fields["requires_grad"],
-        memory_format=_value(fields["memory_format"], torch.memory_format),
-        pin_memory=fields["pin_memory"],
-    )
+    return {
+        "dtype": _value(fields["dtype"], torch.dtype),
+        "layout": _value(fields["layout"], torch.layout),
+        "requires_grad": fields["requires_grad"],
+        "memory_format": _value(fields["memory_format"], torch.memory_format),
+        "pin_memory": fields["pin_memory"],
+    }
 
 
 def _name(value: object) -> str:

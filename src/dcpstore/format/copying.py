@@ -68,17 +68,14 @@ def _each_byte(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unsqueeze(-1).view(torch.uint8)
 
 
-def _copy_flat(source: torch.Tensor, out: torch.Tensor, non_blocking: bool) -> None:
-    """Copy flat bytes: on the host by numpy, which takes one thread and releases the GIL.
+def _copy_on_host(source: npt.NDArray[np.uint8], out: torch.Tensor) -> None:
+    """Copy flat bytes by numpy, which takes one thread and releases the GIL.
 
     Torch would wake a team of OpenMP threads for every call, from every thread that
     copies; they spin while uploads and downloads want the cores. For 1 GiB in parts of
     16 MiB on two busy cores: 0.16 instead of 0.3 to 0.4 CPU s.
     """
-    if source.device.type != "cpu" or out.device.type != "cpu":
-        out.copy_(source, non_blocking=non_blocking)
-        return
-    np.copyto(out.numpy(), source.numpy())
+    np.copyto(out.numpy(), source)
     if not out.is_inference():
         increment_version(out)  # as copy_ does, for autograd's check of saved tensors
 
@@ -122,9 +119,13 @@ def copy_bytes_out(
         raise ValueError(f"out must be {end - start} contiguous uint8 bytes in one dimension")
     if start == end:
         return
+    is_flat = _is_payload(source)
+    if is_flat and source.device.type == out.device.type == "cpu":
+        _copy_on_host(as_bytes(source)[start:end].numpy(), out)
+        return
     with _may_write(out):
-        if _is_payload(source):
-            _copy_flat(as_bytes(source)[start:end], out, non_blocking)
+        if is_flat:
+            out.copy_(as_bytes(source)[start:end], non_blocking=non_blocking)
         else:
             _copy_run_out(source, start // item, end // item, out, non_blocking)
 
@@ -253,11 +254,16 @@ def copy_box_in(
             f"the box needs payload bytes [{low}, {high}), "
             f"the source holds [{source_start}, {source_start + held.size})"
         )
-    data = _tensor_over(held[low - source_start : high - source_start])
+    held = held[low - source_start : high - source_start]
     is_exact = target.dtype == dtype and not target.is_conj() and not target.is_neg()
+    is_flat = is_exact and target.is_contiguous() and _is_row_major(box_sizes, chunk_strides)
+    if is_flat and target.device.type == "cpu":
+        _copy_on_host(held, as_bytes(target))
+        return
+    data = _tensor_over(held)
     with _may_write(target):
-        if is_exact and target.is_contiguous() and _is_row_major(box_sizes, chunk_strides):
-            _copy_flat(data, as_bytes(target), non_blocking=False)
+        if is_flat:
+            as_bytes(target).copy_(data)
         else:
             _copy_strided_in(data, dtype, chunk_strides, target, is_exact=is_exact)
 
