@@ -72,9 +72,9 @@ def find_chunks(items: Items, table: KeyTable) -> Chunks:
         np.not_equal(address[1:], address[:-1], out=is_first[1:])
         piece, first = _without_empty_copies(piece, np.flatnonzero(is_first), items, table)
         order[at : at + len(piece)] = piece
-        firsts.append(first + at)
+        firsts.append((first + at).astype(order.dtype))
         at += len(piece)
-    return Chunks(order[:at], np.concatenate([*firsts, np.array([at])]))
+    return Chunks(order[:at], np.concatenate([*firsts, np.array([at], order.dtype)]))
 
 
 def _pieces(items: Items, num_keys: int) -> Iterator[Ints]:
@@ -184,11 +184,12 @@ def chunk_columns(chunks: Chunks, items: Items, table: KeyTable) -> ChunkColumns
 
 def num_elements(columns: ChunkColumns, table: KeyTable) -> Ints:
     """Return the elements of each chunk; a value counts its bytes where known."""
-    counts = table.inner[columns.key]
-    counts *= columns.length
+    counts = columns.length.astype(np.int64)
+    for low in range(0, len(counts), _BLOCK):
+        part = slice(low, low + _BLOCK)
+        counts[part] *= table.inner[columns.key[part]]
     counts[columns.box_at] = columns.length[columns.box_at] * columns.box_sizes.prod(axis=1)
-    result: Ints = counts
-    return result
+    return counts
 
 
 def _inner_sizes(table: KeyTable, num_dims: int) -> Ints:

@@ -14,6 +14,7 @@ Linear in the items but for one sort of nearly sorted numbers. Measured in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -75,10 +76,11 @@ def merge_save_plans(
     chunks = find_chunks(items, table)
     columns = chunk_columns(chunks, items, table)
     elements = num_elements(columns, table)
-    payload_bytes = elements * table.item_bytes[columns.key]
-    writer = _choose_writers(chunks, items, payload_bytes + RECORD_BYTES, len(plans), inspector)
+    replicas = _find_replicas(chunks, items, inspector)
     full = len(plans) > 1 if require_full is None else require_full
     inspector.check_chunks(columns, chunks, elements, require_full=full)
+    payload_bytes = _times(elements, table.item_bytes, columns.key)
+    writer = _choose_writers(replicas, chunks, items, payload_bytes)
     is_kept = np.zeros(len(items.key), bool)
     is_kept[writer] = True
     hints = None
@@ -109,32 +111,49 @@ def _check_kinds(plans: Sequence[PackedPlan]) -> None:
             )
 
 
-def _choose_writers(
-    chunks: Chunks,
-    items: Items,
-    cost: Ints,
-    num_ranks: int,
-    inspector: Inspector,
-) -> Ints:
-    """Return the item that writes each chunk."""
-    writer = np.array(chunks.items(chunks.first[:-1]))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Replicas:
+    """Chunks that the same number of ranks hold.
+
+    Attributes:
+        chunk: Which chunks.
+        copies: Per chunk the items that would write it, by rank.
+        ranks: Their ranks.
+    """
+
+    chunk: Ints
+    copies: Ints
+    ranks: Ints
+
+
+def _find_replicas(chunks: Chunks, items: Items, inspector: Inspector) -> list[_Replicas]:
+    """Find the chunks that several ranks hold, and check that they agree on them."""
     num_copies = chunks.num_copies
-    load_bytes = _sums(items.rank, writer, np.where(num_copies == 1, cost, 0), num_ranks)
     replicated = np.flatnonzero(num_copies > 1)
     num_copies = num_copies[replicated]
-    classes, numbers, copies = [], [], []
+    found = []
     for count in np.unique(num_copies).tolist():
-        number = replicated[num_copies == count]
-        copy, ranks = _copies(chunks, items, number, count)
-        inspector.check_copies(copy, ranks)
-        classes.append(Replicated(ranks, cost[number]))
-        numbers.append(number)
-        copies.append(copy)
+        chunk = replicated[num_copies == count]
+        found.append(_Replicas(chunk, *_copies(chunks, items, chunk, count)))
+        inspector.check_copies(found[-1].copies, found[-1].ranks)
     inspector.raise_problems()
-    for number, copy, column in zip(
-        numbers, copies, choose_writers(classes, load_bytes), strict=True
-    ):
-        writer[number] = copy[np.arange(len(copy)), column]
+    return found
+
+
+def _choose_writers(
+    replicas: Sequence[_Replicas], chunks: Chunks, items: Items, payload_bytes: Ints
+) -> Ints:
+    """Return the item that writes each chunk."""
+    num_ranks = len(items.layout.num_items)
+    writer = chunks.items(chunks.first[:-1])
+    load_bytes = _sums(items.rank, writer, payload_bytes, num_ranks, RECORD_BYTES)
+    classes = []
+    for one in replicas:
+        cost = payload_bytes[one.chunk]
+        load_bytes -= _sums(items.rank, writer[one.chunk], cost, num_ranks, RECORD_BYTES)
+        classes.append(Replicated(one.ranks, cost + RECORD_BYTES))
+    for one, column in zip(replicas, choose_writers(classes, load_bytes), strict=True):
+        writer[one.chunk] = one.copies[np.arange(len(one.chunk)), column]
     return writer
 
 
@@ -154,14 +173,25 @@ def _copies(chunks: Chunks, items: Items, number: Ints, count: int) -> tuple[Int
     return copy, ranks
 
 
-def _sums(rank_of: Ints, items: Ints, num_bytes: Ints, num_ranks: int) -> Ints:
-    """Add up bytes per rank of the items that they belong to."""
+def _times(values: Ints, per_key: Ints, key: Ints) -> Ints:
+    """Multiply a column in place by what belongs to its keys."""
+    for low in range(0, len(values), _BLOCK):
+        part = slice(low, low + _BLOCK)
+        values[part] *= per_key[key[part]]
+    return values
+
+
+def _sums(
+    rank_of: Ints, items: Ints, num_bytes: Ints, num_ranks: int, extra_bytes: int = 0
+) -> Ints:
+    """Add up bytes, and some extra ones for each item, over the ranks that planned them."""
     sums = np.zeros(num_ranks, np.int64)
     for low in range(0, len(items), _BLOCK):
         part = slice(low, low + _BLOCK)
         # Exact: a block's sum stays below 2**53, where a double's mantissa ends, as long as
         # its chunks have 64 GiB on average.
-        sums += np.bincount(rank_of[items[part]], num_bytes[part], num_ranks).astype(np.int64)
+        weights = num_bytes[part] + extra_bytes
+        sums += np.bincount(rank_of[items[part]], weights, num_ranks).astype(np.int64)
     return sums
 
 

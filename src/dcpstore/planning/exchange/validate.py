@@ -112,9 +112,9 @@ class Inspector:
         table = self._table
         overlapping = self._check_overlaps(columns, chunks, count)
         if require_full:
-            before = np.zeros(len(count) + 1, np.int64)
-            np.cumsum(count, out=before[1:])
-            held = np.diff(before[columns.first_of_key])
+            held = np.zeros(len(table.rows), np.int64)
+            known = np.flatnonzero(np.diff(columns.first_of_key))
+            held[known] = np.add.reduceat(count, columns.first_of_key[known])
             needed = table.rows_bound * np.where(table.is_value, 0, table.inner)
             gaps = np.flatnonzero((held != needed) & ~table.is_value).tolist()
             gaps = [key for key in gaps if key not in overlapping]
