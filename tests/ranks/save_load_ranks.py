@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dcpstore
 from dcpstore import LoadResult, ReadConfig, SaveResult, WriteConfig
+from dcpstore.share import SharePolicy
 
 WAYS = ("ours", "stock planners", "stock storage")
 """Who plans and who stores; `dcpstore.save` and `dcpstore.load` drive all of them."""
@@ -97,10 +98,12 @@ def save_counted(kind: str, url: str, options: dict[str, Any]) -> SaveResult:
     return dcpstore.save(counted_state(kind), url, storage_options=options, config=config)
 
 
-def load_counted(kind: str, url: str, options: dict[str, Any], **more: Any) -> LoadResult:
+def load_counted(
+    kind: str, url: str, options: dict[str, Any], share: SharePolicy = "auto"
+) -> LoadResult:
     state = counted_state(kind)
     wipe(state)
     config = ReadConfig(request_bytes=1 << 18)
-    result = dcpstore.load(state, url, storage_options=options, config=config, **more)
+    result = dcpstore.load(state, url, storage_options=options, config=config, share=share)
     assert_equal(state, counted_state(kind))
     return result
