@@ -19,7 +19,7 @@ help:
 	@echo 'make demo      train, save to an emulated bucket, load on other ranks, compare'
 	@echo 'make test      every check: format, lint, types, layers, tests'
 	@echo 'make lint      the same without the tests'
-	@echo 'make bench     benchmarks'
+	@echo 'make bench     benchmarks (BENCH_ARGS=--quick: do they run?)'
 	@echo 'make gpu       tests that need a CUDA device'
 	@echo 'make campaign  long fault schedules'
 	@echo 'make clean     remove .venv and caches'
