@@ -153,6 +153,20 @@ def _machine() -> dict[str, Any]:
     }
 
 
+def _lines(results: dict[str, Any]) -> str:
+    """Return JSON with a line per measurement."""
+    text = json.dumps({**results, "rows": []}, indent=1).removesuffix('"rows": []\n}')
+    rows = []
+    for row in results["rows"]:
+        head = json.dumps({**row, "runs": {}}).removesuffix('"runs": {}}')
+        runs = [
+            f"   {json.dumps(name)}: [\n    " + ",\n    ".join(map(json.dumps, one)) + "]"
+            for name, one in row["runs"].items()
+        ]
+        rows.append(f'  {head}"runs": {{\n' + ",\n".join(runs) + "}}")
+    return f'{text}"rows": [\n' + ",\n".join(rows) + "]\n}\n"
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -165,8 +179,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mb-per-s", type=float, default=100.0, help="of one connection; 0: any")
     parser.add_argument("--latency-ms", type=float, help="instead of the latency of each row")
     parser.add_argument("--quick", action="store_true", help="tiny states, once: a smoke test")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON to write")
-    parser.add_argument("--publish", action="store_true", help="write the table into docs/")
+    parser.add_argument("--output", type=Path, help="JSON to write")
+    parser.add_argument(
+        "--publish", action="store_true", help=f"write {RESULTS.name} and the tables in docs/"
+    )
     return parser.parse_args(arguments)
 
 
@@ -206,10 +222,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "mb_per_s": given.mb_per_s,
         "rows": rows,
     }
-    given.output.parent.mkdir(exist_ok=True)
-    given.output.write_text(json.dumps(results, indent=1) + "\n")
     print(render(results))
+    if given.output:
+        given.output.write_text(_lines(results))
     if given.publish:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(_lines(results))
         publish(PAGE, results)
     return 0
 

@@ -6,12 +6,9 @@ answers what s3fs and obstore ask: ranged GET, HEAD, PUT (``If-None-Match``,
 ``If-Match``), copy, multipart, list, delete. It checks no signature. ``python -m
 benchmarks.server`` prints its port and serves until its standard input closes.
 
-What is emulated, alike for every client::
-
-    latency    from the last byte of a request to the first byte of its answer
-    bandwidth  per connection and direction: bodies move in paced pieces
-
-It cannot emulate connection set-up (TCP and TLS handshakes), congestion or jitter.
+Emulated alike for every client: latency, from the last byte of a request to the first of
+its answer; and bandwidth per connection and direction, as bodies move in paced pieces. Not
+emulated: connection set-up (TCP and TLS handshakes), congestion, jitter.
 """
 
 from __future__ import annotations
