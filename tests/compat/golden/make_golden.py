@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -65,10 +64,17 @@ def save_rank(rank: int, kind: str, folder: str, store: str) -> None:
 
         writer: Any = ObjectStoreWriter(Path(folder))
     else:
-        extensions = [ZStandard()] if kind == "stock-zstd" else None
-        writer = dcp.FileSystemWriter(folder, _extensions=extensions)
+        writer = dcp.FileSystemWriter(folder, **settings_of(kind))
     dcp.save(state, storage_writer=writer)
     dist.destroy_process_group()
+
+
+def settings_of(kind: str) -> dict[str, Any]:
+    if kind == "stock":
+        return {}
+    from torch.distributed.checkpoint._extension import ZStandard  # torch 2.6 has none
+
+    return {"_extensions": [ZStandard()]}
 
 
 def folder_of(kind: str) -> Path:
