@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -107,3 +108,19 @@ def load_counted(
     result = dcpstore.load(state, url, storage_options=options, config=config, share=share)
     assert_equal(state, counted_state(kind))
     return result
+
+
+def load_into_meta_tensors(url: str, values: dict[str, Any], is_stock: bool) -> None:
+    with torch.device("meta"):
+        state: dict[str, Any] = {
+            key: torch.empty(value.size())
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+    planner = dcp.DefaultLoadPlanner() if is_stock else dcpstore.LoadPlanner()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`_get_pg_default_device` will be")  # by torch itself
+        dcpstore.load(state, url, planner=planner)
+    for key, tensor in state.items():
+        assert tensor.device.type == "cpu"
+        assert torch.equal(tensor, values[key])
