@@ -38,7 +38,7 @@ from dcpstore.fetch import ReadJob, ReadStats
 from dcpstore.planners import LoadPlanner
 from dcpstore.planners.rules import Strictness
 from dcpstore.progress import Meter, ProgressCallback, show_progress
-from dcpstore.protocol import Ranks, call_set_up, join_ranks, plain_cause_of_one, run_on_all
+from dcpstore.protocol import Ranks, call_set_up, join_ranks, plain_cause_of_one
 from dcpstore.reader import ObjectStoreReader
 from dcpstore.report import LoadResult, Phases, Transfer
 from dcpstore.share import SharePolicy, fetch_shared, plan_shares
@@ -93,7 +93,8 @@ def load(
         raise ConfigError(f"share={share!r} must be 'auto', 'always' or 'never'")
     if planner is not None and strict is not True:
         raise ConfigError("strict belongs to the planner that load would make; tell your planner")
-    with join_ranks(process_group, coordinator_rank, deadline_s) as group:
+    joining = join_ranks(process_group, coordinator_rank, deadline_s, action="load", url=url)
+    with joining as group:
         reader = _reader(url, storage_reader, storage_options, config)
         job = _LoadJob(group, reader, planner or LoadPlanner(strict=strict), share)
         showing = show_progress("load", progress, is_coordinator=group.is_coordinator)
@@ -160,7 +161,7 @@ class _LoadJob:
         reader = self._reader
         if not isinstance(reader, ObjectStoreReader):
             read: list[Metadata] = []
-            run_on_all(self._group, "read metadata", lambda: read.append(reader.read_metadata()))
+            steps.barrier(self._group, "read metadata", lambda: read.append(reader.read_metadata()))
             return read[0], True
 
         def look() -> Discovered | NotFoundError:
@@ -184,7 +185,7 @@ class _LoadJob:
             except NotFoundError:
                 raise absent from None
 
-        run_on_all(self._group, "read each rank's metadata", look)
+        steps.barrier(self._group, "read each rank's metadata", look)
         return own[0]
 
     def _plan(self, state_dict: MutableMapping[str, Any], found: Metadata | Discovered) -> LoadPlan:
@@ -215,7 +216,7 @@ class _LoadJob:
         if self._needs_global_plan():
             return steps.reduce_scatter(self._group, "plan", locally, globally)
         made: list[LoadPlan] = []
-        run_on_all(self._group, "plan", lambda: made.append(locally()))
+        steps.barrier(self._group, "plan", lambda: made.append(locally()))
         return made[0]
 
     def _finish_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -239,7 +240,7 @@ class _LoadJob:
                 jobs.append(stack.enter_context(reader.open_job(self._meter)))
                 jobs[0].prepare(self._finish_plan(plan).items, self._planner)
 
-            run_on_all(self._group, "check targets", prepare)
+            steps.barrier(self._group, "check targets", prepare)
             job = jobs[0]
             keys = sorted({item.key for item in self._metadata.storage_data.values()})
             numbers = {key: number for number, key in enumerate(keys)}
@@ -253,14 +254,14 @@ class _LoadJob:
             self._sharing = sharing.reason
             if sharing.plan is not None:
                 fetch_shared(self._group, job, sharing.plan, keys, self._planner)
-            run_on_all(self._group, "read", lambda: job.fetch_rest(self._planner))
+            steps.barrier(self._group, "read", lambda: job.fetch_rest(self._planner))
         return job.stats
 
     def _read_foreign(self, plan: LoadPlan) -> ReadStats:
         def read() -> None:
             self._reader.read_data(self._finish_plan(plan), self._planner).wait()
 
-        run_on_all(self._group, "read", read)
+        steps.barrier(self._group, "read", read)
         return ReadStats()
 
     def _hand_over(self, state_dict: MutableMapping[str, Any]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from dcpstore.collectives import RankGroup, open_group, steps
+from dcpstore.collectives import RankGroup, open_group
 from dcpstore.errors import RankFailures
+from dcpstore.store.location import redact
 
-__all__ = ["Ranks", "call_set_up", "join_ranks", "plain_cause_of_one", "run_on_all"]
+__all__ = ["Ranks", "call_set_up", "join_ranks", "plain_cause_of_one"]
 
 
 Ranks: TypeAlias = "dist.ProcessGroup | RankGroup | None"
@@ -20,12 +22,26 @@ Ranks: TypeAlias = "dist.ProcessGroup | RankGroup | None"
 
 
 @contextmanager
-def join_ranks(ranks: Ranks, coordinator_rank: int, deadline_s: float) -> Iterator[RankGroup]:
-    """Open a group for one save or load; one that is open already stays the caller's."""
+def join_ranks(
+    ranks: Ranks,
+    coordinator_rank: int,
+    deadline_s: float,
+    *,
+    action: str,
+    url: str | os.PathLike[str] | None,
+) -> Iterator[RankGroup]:
+    """Open a group for one save or load; one that is open already stays the caller's.
+
+    The action and the URL tell groups apart, so that a rank that missed one does not join
+    the next by mistake.
+    """
     if ranks is not None and not isinstance(ranks, dist.ProcessGroup):
         yield ranks
         return
-    with open_group(ranks, coordinator_rank, deadline_s=deadline_s) as group:
+    subject = "" if url is None else redact(os.fspath(url))
+    with open_group(
+        ranks, coordinator_rank, deadline_s=deadline_s, purpose=action, subject=subject
+    ) as group:
         yield group
 
 
@@ -39,19 +55,6 @@ def call_set_up(function: Callable[..., Any], *args: Any, **optional: Any) -> An
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         optional = {name: value for name, value in optional.items() if name in parameters}
     return function(*args, **optional)
-
-
-def run_on_all(group: RankGroup, step: str, fn: Callable[[], object]) -> None:
-    """All ranks: run `fn` and return once it succeeded everywhere.
-
-    Raises:
-        RankFailures: On every rank, if it failed on any.
-    """
-
-    def run() -> None:
-        fn()
-
-    steps.all_reduce(group, step, run, lambda _: None)
 
 
 @contextmanager

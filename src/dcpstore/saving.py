@@ -76,7 +76,8 @@ def save(
         CheckpointError: The cause itself, where there is but one rank.
         ConfigError: If the arguments do not fit together.
     """
-    with join_ranks(process_group, coordinator_rank, deadline_s) as group:
+    joining = join_ranks(process_group, coordinator_rank, deadline_s, action="save", url=url)
+    with joining as group:
         writer = _writer(url, storage_writer, storage_options, overwrite, config)
         job = _SaveJob(group, writer, planner or SavePlanner())
         showing = show_progress("save", progress, is_coordinator=group.is_coordinator)

@@ -25,7 +25,6 @@ from dcpstore.config import ReadConfig
 from dcpstore.fetch import ReadJob
 from dcpstore.planning.reads import Request
 from dcpstore.planning.sharing import Bundle, SharePlan, plan_sharing
-from dcpstore.protocol import run_on_all
 
 __all__ = ["SharePolicy", "Sharing", "fetch_shared", "plan_shares"]
 
@@ -131,9 +130,9 @@ def fetch_shared(
             sum(share.bundle.range.num_bytes for share in wave)
             + sum(s.bundle.range.num_bytes for s in ahead if s.bundle.fetcher == group.rank)
         )
-        run_on_all(group, f"fetch to share, wave {number}", partial(_finish, wave))
+        steps.barrier(group, f"fetch to share, wave {number}", partial(_finish, wave))
         _begin(job, group.rank, ahead)
-        run_on_all(group, f"share, wave {number}", partial(_trade, group, job, wave))
+        steps.barrier(group, f"share, wave {number}", partial(_trade, group, job, wave))
         job.commit_complete(planner)
 
 
