@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcpstore.errors import IncompatibleError
+
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store as Store
@@ -80,9 +82,18 @@ def dcp_format_version() -> str | None:
 
 
 def default_extension_registry() -> Any:
-    """Return DCP's registry of stream extensions (experimental in torch; there since 2.6)."""
-    from torch.distributed.checkpoint._extension import ExtensionRegistry
+    """Return DCP's registry of stream extensions (experimental in torch; not yet in 2.6).
 
+    Raises:
+        IncompatibleError: If this torch has none.
+    """
+    try:
+        from torch.distributed.checkpoint._extension import ExtensionRegistry
+    except ImportError as error:
+        raise IncompatibleError(
+            "the checkpoint was saved through a DCP stream extension, such as compression, which"
+            " this torch does not have; load it with a newer torch"
+        ) from error
     return ExtensionRegistry()
 
 
