@@ -80,9 +80,12 @@ def test_ranks_end_with_their_parent(tmp_path: Path, sent: signal.Signals) -> No
     said.mkdir()
     script = tmp_path / "parent.py"
     script.write_text(
+        "import signal\n"
         "from pathlib import Path\n"
         "from test_demo_launch import run_ranks, sleep_long\n"
         "if __name__ == '__main__':\n"
+        # Whoever runs the tests in the background made all their processes ignore it.
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"    run_ranks(sleep_long, Path({str(said)!r}), 2, timeout_s=60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
