@@ -37,10 +37,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.alone import HeldChunk, decide_locally, replica_ranks
 from dcpstore.planning.exchange.cache import PlanCache, cache_key, parts_of
 from dcpstore.planning.exchange.columns import Ints, SaveColumns, key_parts, pack_columns
 from dcpstore.planning.exchange.global_plan import GlobalSavePlan
-from dcpstore.planning.exchange.local import HeldChunk, decide_locally, replica_ranks
 from dcpstore.planning.exchange.merge import merge_save_plans
 from dcpstore.planning.exchange.schema import KeyKind, KeyRow, cut_rows
 from dcpstore.planning.exchange.wire import DIGEST_BYTES, PackedPlan, PlanFlag, read_head

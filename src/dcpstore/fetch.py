@@ -49,14 +49,14 @@ from dcpstore.slots import (
 from dcpstore.store.base import Store
 from dcpstore.targets import Target, resolve_targets
 
-__all__ = ["ReadJob", "ReadStats"]
+__all__ = ["MEMORY_PER_BYTE", "ReadJob", "ReadStats"]
 
 logger = logging.getLogger(__name__)
 
 # The engine allocates every answer anew, and the C allocator keeps about as much again for
 # threads that freed theirs: 256 MiB in flight grew the process by 390 to 420 MiB, half of
 # that by 220 to 240 (python -m benchmarks --only load --systems ours).
-_MEMORY_PER_BYTE = 2
+MEMORY_PER_BYTE = 2
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class ReadJob:
         self._items = items
         self._registry = registry
         self._meter = meter or Meter("load")
-        self._budget = ByteBudget(config.budget_bytes // _MEMORY_PER_BYTE)
+        self._budget = ByteBudget(config.budget_bytes // MEMORY_PER_BYTE)
         # Two at a time fit: one travels between ranks while the next is fetched.
         self._request_bytes = min(config.request_bytes, config.budget_bytes // 2)
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")

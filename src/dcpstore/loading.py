@@ -19,10 +19,10 @@ rank waits for one that failed in it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -37,17 +37,21 @@ from dcpstore.errors import ConfigError, NotFoundError
 from dcpstore.fetch import ReadJob, ReadStats
 from dcpstore.planners import LoadPlanner
 from dcpstore.planners.rules import Strictness
+from dcpstore.planning.exchange.cache import PlanCache
 from dcpstore.progress import Meter, ProgressCallback, show_progress
 from dcpstore.protocol import Ranks, call_set_up, join_ranks, plain_cause_of_one
 from dcpstore.reader import ObjectStoreReader
 from dcpstore.report import LoadResult, Phases, Transfer
-from dcpstore.share import SharePolicy, fetch_shared, plan_shares
+from dcpstore.share import SharePolicy, Sharing, fetch_shared, plan_shares
 
-__all__ = ["load"]
+__all__ = ["StateMaker", "load"]
+
+StateMaker: TypeAlias = Callable[[Metadata], MutableMapping[str, Any]]
+"""Makes the state dict once it is known what the checkpoint holds."""
 
 
 def load(
-    state_dict: MutableMapping[str, Any],
+    state_dict: MutableMapping[str, Any] | StateMaker,
     url: str | os.PathLike[str] | None = None,
     *,
     planner: DcpLoadPlanner | None = None,
@@ -68,7 +72,8 @@ def load(
 
     Args:
         state_dict: Nested; tensors are filled in place, values replaced, ``Stateful`` values
-            given their loaded state.
+            given their loaded state. Or a function that makes it of the checkpoint's metadata,
+            called once on every rank, as a part of the step that plans.
         url: Folder of the checkpoint.
         planner: Any DCP load planner; None for `dcpstore.planners.LoadPlanner`.
         process_group: The ranks that load together; None for all, or for this process
@@ -93,13 +98,14 @@ def load(
         raise ConfigError(f"share={share!r} must be 'auto', 'always' or 'never'")
     if planner is not None and strict is not True:
         raise ConfigError("strict belongs to the planner that load would make; tell your planner")
+    make_state = state_dict if callable(state_dict) else lambda _: state_dict
     joining = join_ranks(process_group, coordinator_rank, deadline_s, action="load", url=url)
     with joining as group:
         reader = _reader(url, storage_reader, storage_options, config)
         job = _LoadJob(group, reader, planner or LoadPlanner(strict=strict), share)
         showing = show_progress("load", progress, is_coordinator=group.is_coordinator)
         with plain_cause_of_one(group), showing as meter:
-            return job.run(state_dict, meter)
+            return job.run(make_state, meter)
 
 
 def _reader(
@@ -139,22 +145,24 @@ class _LoadJob:
         self._phases = Phases()
         self._meter = Meter("load")
         self._sharing = "not shared: the reader is not dcpstore's"
+        self._is_plan_cached = False
+        self._target: MutableMapping[str, Any] = {}
         self._state: dict[str, Any] = {}
         self._metadata: Metadata
         self._planned: set[str] = set()
 
-    def run(self, state_dict: MutableMapping[str, Any], meter: Meter) -> LoadResult:
+    def run(self, make_state: StateMaker, meter: Meter) -> LoadResult:
         self._meter = meter
         with self._phases.phase("metadata"):
             found, is_global = self._read_metadata()
         with self._phases.phase("plan"):
-            plan = self._plan(state_dict, found)
+            plan = self._plan(make_state, found)
         with self._phases.phase("read"):
             if isinstance(self._reader, ObjectStoreReader):
                 stats = self._read_ours(self._reader, plan, is_global)
             else:
                 stats = self._read_foreign(plan)
-        return self._result(state_dict, stats)
+        return self._result(stats)
 
     def _read_metadata(self) -> tuple[Metadata | Discovered, bool]:
         """Return the metadata, opened or not, and whether it is that of all ranks together."""
@@ -188,18 +196,19 @@ class _LoadJob:
         steps.barrier(self._group, "read each rank's metadata", look)
         return own[0]
 
-    def _plan(self, state_dict: MutableMapping[str, Any], found: Metadata | Discovered) -> LoadPlan:
+    def _plan(self, make_state: StateMaker, found: Metadata | Discovered) -> LoadPlan:
         def locally() -> LoadPlan:
             is_coordinator = self._group.is_coordinator
-            self._state = {
-                key: value.state_dict() if isinstance(value, Stateful) else value
-                for key, value in sorted(state_dict.items())
-            }
             metadata = found
             if isinstance(self._reader, ObjectStoreReader) and isinstance(found, Discovered):
                 metadata = self._reader.open_metadata(found)
             assert isinstance(metadata, Metadata)
             self._metadata = metadata
+            self._target = make_state(metadata)
+            self._state = {
+                key: value.state_dict() if isinstance(value, Stateful) else value
+                for key, value in sorted(self._target.items())
+            }
             self._planner.set_up_planner(self._state, metadata, is_coordinator)
             call_set_up(
                 self._reader.set_up_storage_reader,
@@ -244,18 +253,30 @@ class _LoadJob:
             job = jobs[0]
             keys = sorted({item.key for item in self._metadata.storage_data.values()})
             numbers = {key: number for number, key in enumerate(keys)}
-            sharing = plan_shares(
+            agreed = plan_shares(
                 self._group,
-                job,
-                numbers,
+                lambda: job.units(numbers),
                 reader.config,
                 self._policy if is_global else "never",
+                self._share_cache(),
             )
-            self._sharing = sharing.reason
-            if sharing.plan is not None:
-                fetch_shared(self._group, job, sharing.plan, keys, self._planner)
-            steps.barrier(self._group, "read", lambda: job.fetch_rest(self._planner))
+            self._sharing, self._is_plan_cached = agreed.sharing.reason, agreed.is_cached
+            succeeded = False
+            try:
+                if agreed.sharing.plan is not None:
+                    fetch_shared(self._group, job, agreed.sharing.plan, keys, self._planner)
+                steps.barrier(self._group, "read", lambda: job.fetch_rest(self._planner))
+                succeeded = True
+            finally:
+                agreed.settle(succeeded)
         return job.stats
+
+    def _share_cache(self) -> PlanCache[list[Sharing]]:
+        """Return the planner's, which lives as long as the caller keeps the planner."""
+        if isinstance(self._planner, LoadPlanner):
+            cache: PlanCache[list[Sharing]] = self._planner.plan_cache
+            return cache
+        return PlanCache()
 
     def _read_foreign(self, plan: LoadPlan) -> ReadStats:
         def read() -> None:
@@ -264,16 +285,16 @@ class _LoadJob:
         steps.barrier(self._group, "read", read)
         return ReadStats()
 
-    def _hand_over(self, state_dict: MutableMapping[str, Any]) -> None:
+    def _hand_over(self) -> None:
         """Give the caller's objects what was loaded for them."""
         for key, value in self._state.items():
-            target = state_dict[key]
+            target = self._target[key]
             if isinstance(target, Stateful):
                 target.load_state_dict(value)
             else:
-                state_dict[key] = value
+                self._target[key] = value
 
-    def _result(self, state_dict: MutableMapping[str, Any], stats: ReadStats) -> LoadResult:
+    def _result(self, stats: ReadStats) -> LoadResult:
         own = Transfer(
             stats.num_requests,
             stats.needed_bytes,
@@ -283,7 +304,7 @@ class _LoadJob:
         )
 
         def hand_over() -> Transfer:
-            self._hand_over(state_dict)
+            self._hand_over()
             return own
 
         job = Transfer.total(steps.all_gather(self._group, "hand over", hand_over))
@@ -298,6 +319,7 @@ class _LoadJob:
             rank=own,
             job=job,
             sharing=self._sharing,
+            is_plan_cached=self._is_plan_cached,
             seconds=dict(self._phases.seconds),
         )
         if not isinstance(self._planner, LoadPlanner):

@@ -114,6 +114,7 @@ class LoadResult:
         rank: This rank's bytes and requests.
         job: All ranks' together.
         sharing: Whether ranks fetched for each other, and why.
+        is_plan_cached: Whether who fetches what was planned by an earlier load.
         seconds: Per phase, of this rank.
     """
 
@@ -125,6 +126,7 @@ class LoadResult:
     rank: Transfer
     job: Transfer
     sharing: str
+    is_plan_cached: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -140,7 +142,7 @@ class LoadResult:
                 "from other ranks": _pair(self.rank.received_bytes, self.job.received_bytes),
                 "requests": f"{self.rank.num_requests} here, {self.job.num_requests} in all",
                 "peak memory": f"{_size(self.job.peak_bytes)} on the fullest rank",
-                "sharing": self.sharing,
+                "sharing": self.sharing + (" (plan cached)" if self.is_plan_cached else ""),
                 **_times(self.seconds),
             },
         )

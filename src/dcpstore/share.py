@@ -11,7 +11,7 @@ all ranks before anybody waits for its bytes. Received bytes are verified like f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +22,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcpstore.collectives import RankGroup, steps
 from dcpstore.config import ReadConfig
-from dcpstore.fetch import ReadJob
+from dcpstore.fetch import MEMORY_PER_BYTE, ReadJob
+from dcpstore.planning.exchange.cache import PlanCache, cache_key
+from dcpstore.planning.exchange.wire import content_digest
 from dcpstore.planning.reads import Request
-from dcpstore.planning.sharing import Bundle, SharePlan, plan_sharing
+from dcpstore.planning.sharing import Bundle, SharePlan, Units, plan_sharing
 
-__all__ = ["SharePolicy", "Sharing", "fetch_shared", "plan_shares"]
+__all__ = ["AgreedShares", "SharePolicy", "Sharing", "fetch_shared", "plan_shares"]
 
 SharePolicy = Literal["auto", "always", "never"]
 
@@ -46,40 +48,136 @@ class Sharing:
     reason: str
 
 
+def _keep_nothing(succeeded: bool) -> None:
+    del succeeded
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedShares:
+    """What all ranks agreed to share, as one rank knows it.
+
+    Attributes:
+        sharing: This rank's part.
+        is_cached: Whether an earlier load wanted the same.
+        settle: To be told whether the load succeeded; does something on the coordinator only.
+    """
+
+    sharing: Sharing
+    is_cached: bool = False
+    settle: Callable[[bool], None] = _keep_nothing
+
+
 def plan_shares(
     group: RankGroup,
-    job: ReadJob,
-    object_numbers: Mapping[str, int],
+    units: Callable[[], Units],
     config: ReadConfig,
     policy: SharePolicy,
-) -> Sharing:
-    """Agree on who fetches what for whom. All ranks; one step of the group.
+    cache: PlanCache[list[Sharing]],
+) -> AgreedShares:
+    """Agree on who fetches what for whom. All ranks; at most two steps of the group.
+
+    Wants travel by name first. Of ranks that want the same only one is asked to send them,
+    and nobody is if an earlier load wanted the same::
+
+        step "plan sharing"  up: digest of this rank's fetch ranges
+                             down: its bundles, if they are known; else whether to send the ranges
+        step "merge wants"   up: the ranges, from one rank of each kind; down: its bundles
 
     Args:
         group: The ranks that load together.
-        job: This rank's load, prepared.
-        object_numbers: Number per object key, the same on all ranks.
+        units: Makes `ReadJob.units` of this rank.
         config: Sizes and bounds.
         policy: ``"auto"`` shares where it saves at least 1 MiB of requests.
+        cache: What earlier loads agreed on; used on the coordinator.
     """
     if policy == "never":
-        return Sharing(None, "not shared: share='never'")
+        return AgreedShares(Sharing(None, "not shared: share='never'"))
     if group.size == 1:
-        return Sharing(None, "not shared: one rank")
+        return AgreedShares(Sharing(None, "not shared: one rank"))
+    return _ShareExchange(group, units, config, policy, cache).run()
 
-    def reduce(units: Sequence[bytes]) -> list[Sharing]:
+
+class _ShareExchange:
+    """One rank's way through an exchange of wants."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        units: Callable[[], Units],
+        config: ReadConfig,
+        policy: SharePolicy,
+        cache: PlanCache[list[Sharing]],
+    ) -> None:
+        self._group = group
+        self._make_units = units
+        self._config = config
+        self._policy = policy
+        self._cache = cache
+        self._units = b""
+        self._digests: Sequence[bytes] = ()
+        self._key = b""
+
+    def run(self) -> AgreedShares:
+        answer = steps.reduce_scatter(self._group, "plan sharing", self._name, self._look_up)
+        is_cached = isinstance(answer, Sharing)
+        if isinstance(answer, Sharing):
+            sharing = answer
+        else:
+            sent = self._units if answer else None
+            sharing = steps.reduce_scatter(self._group, "merge wants", lambda: sent, self._merge)
+        settle = self._settle if self._group.is_coordinator else _keep_nothing
+        return AgreedShares(sharing, is_cached, settle)
+
+    def _name(self) -> bytes:
+        self._units = self._make_units().tobytes()
+        return content_digest(self._units)
+
+    def _look_up(self, digests: Sequence[bytes]) -> Sequence[Sharing | bool]:
+        """Return what was decided for the same wants before, or else who is to send theirs."""
+        bounds = f"{_wave_bytes(self._config)} {_bundle_bytes(self._config)}"
+        fingerprint = f"share {self._policy} {bounds} {self._config.join_gap_bytes}"
+        self._digests = digests
+        self._key = cache_key(digests, fingerprint)
+        known = self._cache.find(self._key)
+        if known is not None:
+            return known
+        first = {digest: rank for rank, digest in reversed([*enumerate(digests)])}
+        return [first[digest] == rank for rank, digest in enumerate(digests)]
+
+    def _merge(self, sent: Sequence[bytes | None]) -> list[Sharing]:
+        units_of = {
+            digest: np.frombuffer(one, np.int64).reshape(-1, 3)
+            for digest, one in zip(self._digests, sent, strict=True)
+            if one is not None
+        }
         plan = plan_sharing(
-            [np.frombuffer(one, np.int64).reshape(-1, 3) for one in units],
-            request_bytes=min(config.request_bytes, config.budget_bytes // 2),
-            join_gap_bytes=config.join_gap_bytes,
-            # Half, as the next wave is fetched while this one travels.
-            wave_bytes=config.budget_bytes // 2,
+            [units_of[digest] for digest in self._digests],
+            request_bytes=_bundle_bytes(self._config),
+            join_gap_bytes=self._config.join_gap_bytes,
+            wave_bytes=_wave_bytes(self._config),
         )
-        return _decide(plan, policy, group.size)
+        decided = _decide(plan, self._policy, self._group.size)
+        self._cache.put(self._key, decided)
+        return decided
 
-    return steps.reduce_scatter(
-        group, "plan sharing", lambda: job.units(object_numbers).tobytes(), reduce
-    )
+    def _settle(self, succeeded: bool) -> None:
+        if succeeded:
+            self._cache.confirm(self._key)
+        else:
+            self._cache.invalidate(self._key)
+
+
+def _wave_bytes(config: ReadConfig) -> int:
+    """Return what a wave may hold of the budget.
+
+    Half, as the next is fetched while this one travels, and half of that, as the engine's
+    allocator holds about as much again.
+    """
+    return config.budget_bytes // (2 * MEMORY_PER_BYTE)
+
+
+def _bundle_bytes(config: ReadConfig) -> int:
+    return min(config.request_bytes, _wave_bytes(config))
 
 
 def _decide(plan: SharePlan, policy: SharePolicy, num_ranks: int) -> list[Sharing]:

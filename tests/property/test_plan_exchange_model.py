@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcpstore.planning.exchange.local import HeldChunk, decide_locally, replica_ranks
 from dcpstore.planning.exchange.merge import merge_save_plans
 from dcpstore.planning.exchange.overlap import find_overlaps
 from dcpstore.planning.exchange.problems import PlanError
@@ -224,32 +223,3 @@ def test_overlaps_are_those_that_brute_force_finds(
     )
     assert {tuple(sorted(pair)) for pair in found.tolist()} == expected
     assert len(found) == len(expected)
-
-
-@relaxed
-@given(
-    st.sampled_from([(4,), (2, 3), (2, 2, 2), (8, 4)]),
-    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 1000)), max_size=20),
-    st.integers(0, 1000),
-)
-def test_ranks_that_decide_alone_agree(
-    shape: tuple[int, ...], tensors: list[tuple[int, int]], first_rank: int
-) -> None:
-    mesh = first_rank + np.arange(math.prod(shape)).reshape(shape)
-    written: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    held: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-    for coordinate in itertools.product(*map(range, shape)):
-        chunks = []
-        for number, (mask, num_bytes) in enumerate(tensors):
-            same = [bool(mask >> axis & 1) for axis in range(len(shape))]
-            # Where a chunk lies follows from the axes that cut the tensor.
-            place = tuple(0 if s else c for s, c in zip(same, coordinate, strict=True))
-            holders = replica_ranks(mesh, same, coordinate)
-            chunks.append(HeldChunk(f"t{number}", place, num_bytes, holders))
-            assert held.setdefault((f"t{number}", place), holders) == holders
-        rank = int(mesh[coordinate])
-        for chunk, writes in zip(chunks, decide_locally(chunks, rank), strict=True):
-            if writes:
-                written.setdefault((chunk.fqn, chunk.offsets), []).append(rank)
-    assert set(written) == set(held)
-    assert all(len(ranks) == 1 for ranks in written.values())

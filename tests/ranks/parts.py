@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 import dcpstore
-from dcpstore import LoadResult, ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConfig
+from dcpstore import (
+    LoadPlanner,
+    LoadResult,
+    ObjectStoreReader,
+    ObjectStoreWriter,
+    ReadConfig,
+    WriteConfig,
+)
 from dcpstore.collectives import RankGroup
 from dcpstore.store import Store, open_store
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault, StoreRequest
@@ -155,11 +162,32 @@ def assert_state(state: dict[str, Any], rank: int, size: int, variant: int = 0) 
     assert (state["step"], state["groups"]) == (expected["step"], expected["groups"])
 
 
+class CountingGroup:
+    """A group that notes the bytes which its rank sends to the coordinator, per step."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self.sent_bytes: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def exchange(self, step: str, dump_own: Callable[[], bytes], *rest: Any, **options: Any) -> Any:
+        def dump() -> bytes:
+            blob = dump_own()
+            self.sent_bytes[step] += len(blob)
+            return blob
+
+        return self._group.exchange(step, dump, *rest, **options)
+
+
 class Shelf:
     """A store that ranks share, and what each of them asked of it."""
 
     def __init__(self) -> None:
         self.shared = open_store("memory://shelf", engine="obstore")
+        self.sent_bytes: dict[int, Counter[str]] = {}
+        """Per rank, what it sent to the coordinator in each step of the last load."""
         self._stores: dict[int, list[RecordingStore]] = defaultdict(list)
 
     def opener(self, rank: int, faults: Iterable[StoreFault] = ()) -> Callable[..., Store]:
@@ -215,6 +243,7 @@ class Shelf:
         share: Any = "auto",
         faults: Mapping[int, Sequence[StoreFault]] | None = None,
         deadline_s: float = 30,
+        planners: Sequence[LoadPlanner] | None = None,
         **config: Any,
     ) -> RankRun[LoadResult]:
         """Load into what ``make`` gives for each rank, wiped, and compare."""
@@ -230,7 +259,15 @@ class Shelf:
                 store_opener=self.opener(group.rank, script),
                 config=ReadConfig(**config),
             )
-            result = dcpstore.load(state, storage_reader=reader, share=share, process_group=group)
+            counting = CountingGroup(group)
+            self.sent_bytes[group.rank] = counting.sent_bytes
+            result = dcpstore.load(
+                state,
+                storage_reader=reader,
+                share=share,
+                process_group=counting,  # type: ignore[arg-type]
+                planner=planners[group.rank] if planners else None,
+            )
             for key, value in make(group.rank, size).items():
                 for got, want in zip(tensors_of(state[key]), tensors_of(value), strict=True):
                     assert torch.equal(got, want), f"{key} differs on rank {group.rank}"

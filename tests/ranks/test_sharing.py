@@ -10,7 +10,7 @@ import pytest
 import torch
 from parts import Shelf, by_rows
 
-from dcpstore import CorruptError, RankFailures, StoreError
+from dcpstore import CorruptError, LoadPlanner, RankFailures, StoreError
 from dcpstore.testing import StoreFault
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -152,6 +152,34 @@ def test_one_rank_shares_with_nobody(shelf: Shelf) -> None:
     assert result.sharing == "not shared: one rank"
 
 
+# --- what the ranks tell each other -----------------------------------------------------------
+
+
+def test_of_ranks_that_want_the_same_one_says_what(shelf: Shelf) -> None:
+    shelf.save(4, hybrid)
+    shelf.load(8, hybrid, request_bytes=4 * KIB).values()
+    names = [shelf.sent_bytes[rank]["plan sharing"] for rank in range(8)]
+    wants = [shelf.sent_bytes[rank]["merge wants"] for rank in range(8)]
+    assert max(names) < 200, "a name, not the ranges"
+    assert all(one > 1000 for one in wants[:4]), "nobody said what the shard's replicas want"
+    assert all(one < 200 for one in wants[4:]), "a replica repeated what another had said"
+
+
+def test_a_load_like_an_earlier_one_is_not_planned_again(shelf: Shelf) -> None:
+    planners = [LoadPlanner() for _ in range(4)]
+    shelf.save(4, replicated)
+    first = shelf.load(4, replicated, planners=planners).values()
+    again = shelf.load(4, replicated, planners=planners).values()
+    assert not any(sent["merge wants"] for sent in shelf.sent_bytes.values())
+    fewer = shelf.load(4, lambda rank, size: {"w0": full(0)}, planners=planners).values()
+    finer = shelf.load(4, replicated, planners=planners, request_bytes=64 * KIB).values()
+    never = shelf.load(4, replicated, planners=planners, share="never").values()
+    assert [r.is_plan_cached for r in first] == [False] * 4
+    assert [r.is_plan_cached for r in again] == [True] * 4
+    assert not any(r.is_plan_cached for r in [*fewer, *finer, *never]), "another plan was taken"
+    assert all("plan cached" in str(result) for result in again)
+
+
 # --- bounds -----------------------------------------------------------------------------------
 
 
@@ -233,3 +261,13 @@ def test_a_fetcher_that_is_refused_names_itself_and_the_object_on_all_ranks(
         assert cause.key is not None
         assert cause.key.startswith("__1_")
         assert "share" in error.step
+
+
+def test_what_a_failed_load_planned_is_forgotten(shelf: Shelf) -> None:
+    planners = [LoadPlanner() for _ in range(4)]
+    shelf.save(4, replicated)
+    shelf.load(4, replicated, planners=planners).values()
+    refused = {2: [StoreFault("denied", verb="get_range", times=None)]}
+    assert shelf.load(4, replicated, planners=planners, faults=refused).errors
+    after = shelf.load(4, replicated, planners=planners).values()
+    assert not any(result.is_plan_cached for result in after)

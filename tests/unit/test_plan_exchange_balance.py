@@ -20,9 +20,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcpstore.errors import ConfigError
 from dcpstore.planning.exchange.balance import Replicated, choose_writers
-from dcpstore.planning.exchange.local import HeldChunk, decide_locally, replica_ranks
 from dcpstore.planning.exchange.merge import merge_save_plans
 from dcpstore.planning.exchange.save_plans import (
     apply_decision,
@@ -96,67 +94,6 @@ def test_more_overlapping_sets_than_layers_are_dealt_out_too() -> None:
     assert load.max() <= 1.35 * load.mean()
     counted = np.bincount(np.array(pairs)[np.arange(len(pairs)), chosen], minlength=90)
     assert (counted * 100 == load).all()
-
-
-# --- ranks that decide alone -----------------------------------------------------------
-
-
-def local_loads(mesh: tuple[int, ...], tensors: list[tuple[int, tuple[bool, ...]]]) -> list[int]:
-    """What each rank writes if all decide alone; tensors are (bytes, replicated axes)."""
-    ranks = np.arange(math.prod(mesh)).reshape(mesh)
-    result = []
-    for rank in range(ranks.size):
-        coordinate = tuple(int(one) for one in np.unravel_index(rank, mesh))
-        chunks = []
-        for number, (num_bytes, same) in enumerate(tensors):
-            parts = math.prod(n for n, s in zip(mesh, same, strict=True) if not s)
-            place = tuple(0 if s else c for s, c in zip(same, coordinate, strict=True))
-            holders = replica_ranks(ranks, same, coordinate)
-            chunks.append(HeldChunk(f"t{number}", place, num_bytes // parts, holders))
-        writes = decide_locally(chunks, rank)
-        result.append(sum(c.num_bytes for c, mine in zip(chunks, writes, strict=True) if mine))
-    return result
-
-
-def test_deciding_alone_balances_hybrid_sharding() -> None:
-    choice = random.Random(1)
-    tensors = [(64 * int(2 ** choice.uniform(10, 20)), (True, False)) for _ in range(300)]
-    ours = local_loads((4, 8), tensors)
-    assert max(ours) <= 1.01 * sum(ours) / len(ours)
-
-
-def test_deciding_alone_is_off_by_no_more_than_the_largest_chunk_per_placement() -> None:
-    choice = random.Random(2)
-    kinds = [(True, False), (False, True), (True, True), (False, False)]
-    tensors = [(64 * int(2 ** choice.uniform(6, 16)), choice.choice(kinds)) for _ in range(200)]
-    ours = local_loads((4, 4), tensors)
-    largest = dict.fromkeys(kinds, 0)
-    for num_bytes, same in tensors:
-        parts = math.prod(4 for s in same if not s)
-        largest[same] = max(largest[same], num_bytes // parts)
-    assert max(ours) - min(ours) <= sum(largest.values())
-
-
-def test_the_odd_tensors_of_many_sets_do_not_all_fall_to_the_lowest_ranks() -> None:
-    counts = [
-        sum(
-            decide_locally([HeldChunk("t", (group,), 8, (group, 64 + group))], group)[0]
-            for group in range(64)
-        )
-    ]
-    assert 16 <= counts[0] <= 48
-
-
-def test_what_does_not_fit_together_is_refused() -> None:
-    chunk = HeldChunk("t", (0,), 8, (1, 2))
-    with pytest.raises(ConfigError, match="rank 3 does not hold 't'"):
-        decide_locally([chunk], 3)
-    with pytest.raises(ConfigError, match="twice"):
-        decide_locally([chunk, chunk], 1)
-    with pytest.raises(ConfigError, match="ascend"):
-        HeldChunk("t", (0,), 8, (2, 1))
-    with pytest.raises(ConfigError, match="2 dimensions"):
-        replica_ranks(np.zeros((2, 2), np.int64), [True], [0])
 
 
 # --- the benchmark's plans -------------------------------------------------------------

@@ -11,9 +11,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -23,7 +20,6 @@ from torch.distributed.checkpoint.planner import (
 from dcpstore.errors import ConfigError, CorruptError
 from dcpstore.planning.exchange.cache import PlanCache, cache_key, parts_of
 from dcpstore.planning.exchange.global_plan import GlobalSavePlan
-from dcpstore.planning.exchange.load_plans import to_packed_load_plan
 from dcpstore.planning.exchange.merge import merge_save_plans
 from dcpstore.planning.exchange.save_plans import to_packed_plan
 from dcpstore.planning.exchange.wire import PackedPlan, PartKind
@@ -249,16 +245,3 @@ def test_settings_and_keys_that_make_no_sense_are_refused() -> None:
         PlanCache(max_part_bytes=-1)
     with pytest.raises(ConfigError, match="16 bytes"):
         cache_key([b"short"], PRINT)
-
-
-def test_load_plans_have_keys_of_their_own() -> None:
-    def read(length: int) -> ReadItem:
-        index, zero = MetadataIndex("w", (0,)), torch.Size((0,))
-        return ReadItem(LoadItemType.TENSOR, index, zero, index, zero, torch.Size((length,)))
-
-    one, same, other = (
-        to_packed_load_plan(LoadPlan([read(length)])).digest for length in (4, 4, 5)
-    )
-    assert one == same != other
-    assert cache_key([one], PRINT) != cache_key([other], PRINT)
-    assert to_packed_load_plan(LoadPlan([])).digest != to_packed_plan(SavePlan([])).digest

@@ -6,26 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from test_plan_exchange import Shape, shard, value, whole
+from test_plan_exchange import shard, value, whole
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
     SavePlan,
     WriteItem,
     WriteItemType,
 )
 
-from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
-from dcpstore.planning.exchange.load_plans import pack_load_plan, unpack_load_plan
+from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.planning.exchange.merge import merge_save_plans
 from dcpstore.planning.exchange.save_plans import (
-    extras_of,
+    _extras_of,
     pack_save_plan,
     to_packed_plan,
     unpack_save_plan,
@@ -86,7 +82,7 @@ def test_a_flattening_map_is_not_pickled_and_other_planner_data_is() -> None:
     assert unpack_save_plan(packed) == custom
     extras = packed.first_of(PartKind.EXTRAS)
     assert extras is not None
-    assert extras_of(extras) == {"planner_data": ["mine", 1.5], "storage_data": {"rank": 3}}
+    assert _extras_of(extras) == {"planner_data": ["mine", 1.5], "storage_data": {"rank": 3}}
 
 
 @pytest.mark.parametrize("data", [{"a": ["list"]}, {1: ("a",)}, {"a": (1.5,)}, {"a": (True,)}])
@@ -108,7 +104,7 @@ def test_the_coordinator_passes_pickled_data_on_unopened() -> None:
     merged = merge_save_plans([to_packed_plan(SavePlan([value("a")])), trapped])
     assert list(merged.extras) == [1]
     with pytest.raises(ValueError, match="no number"):
-        extras_of(merged.extras[1])
+        _extras_of(merged.extras[1])
 
 
 def test_plans_and_items_of_derived_classes_are_refused() -> None:
@@ -167,33 +163,3 @@ def test_damaged_plans_are_refused(damage: str) -> None:
         data += b"\0"
     with pytest.raises(CorruptError):
         merge_save_plans([bytes(data)])
-
-
-def test_a_load_plan_comes_back_equal() -> None:
-    def read(fqn: str, kind: LoadItemType, offset: Shape | None, hint: int | None) -> ReadItem:
-        dims = 0 if offset is None else len(offset)
-        return ReadItem(
-            kind,
-            MetadataIndex(fqn, offset, hint),
-            torch.Size((1,) * dims),
-            MetadataIndex("saved." + fqn, offset),
-            torch.Size((2,) * dims),
-            torch.Size((2**35,) * dims),
-        )
-
-    items = [
-        read("a", LoadItemType.TENSOR, (3, 4), 7),
-        read("b", LoadItemType.BYTE_IO, None, None),
-        read("c", LoadItemType.TENSOR, (), 0),
-        read("a", LoadItemType.TENSOR, (9, 4), None),
-    ]
-    for plan in (LoadPlan(items), LoadPlan([]), LoadPlan(items, {"s": 1}, ("p",))):
-        back = unpack_load_plan(pack_load_plan(plan))
-        assert back == plan
-        assert [i.dest_index.index for i in back.items] == [i.dest_index.index for i in plan.items]
-    with pytest.raises(ConfigError):
-        unpack_save_plan(pack_load_plan(LoadPlan(items)))
-    with pytest.raises(ConfigError, match="rank 0"):
-        merge_save_plans([pack_load_plan(LoadPlan(items))])
-    with pytest.raises(ConfigError):
-        unpack_load_plan(pack_save_plan(everything()))

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.planners.lookup import find_object
 from dcpstore.planners.rules import KeyRules, Rename, Strictness, is_strict
+from dcpstore.planning.exchange.cache import PlanCache
 from dcpstore.torch_private import (
     create_read_items,
     flatten_sharded_tensors,
@@ -86,6 +87,8 @@ class LoadPlanner(DcpLoadPlanner):
         self.metadata: Metadata | None = None
         self.is_coordinator = False
         self.report = KeyReport()
+        self.plan_cache: PlanCache[Any] = PlanCache()
+        """Who fetched what for whom in earlier loads; used by ``dcpstore.load``."""
 
     def set_up_planner(
         self,

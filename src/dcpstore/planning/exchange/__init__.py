@@ -11,5 +11,6 @@ One save, R ranks (every step is a pure function; whoever owns the collectives c
 5. (scatter, ~30 to 200 bytes a rank) ``Decision``; (all ranks) ``save_plans.apply_decision``
 6. (coordinator) ``PlanCache.confirm`` once the save is sealed, ``invalidate`` if it failed
 
-Only ``save_plans`` and ``load_plans`` know torch. See ``docs/design/008-plan-exchange.md``.
+Load plans are not exchanged; what ranks want to fetch is (``dcpstore.share``). Only
+``save_plans`` knows torch. See ``docs/design/008-plan-exchange.md``.
 """

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dcpstore.errors import CorruptError
 from dcpstore.planning.exchange.schema import KeyRow, cut_rows, encode_rows
-from dcpstore.planning.exchange.wire import PackedPlan, Part, PartKind, PlanFlag, PlanKind
+from dcpstore.planning.exchange.wire import PackedPlan, Part, PartKind, PlanFlag
 
 __all__ = [
     "Ints",
@@ -94,7 +94,7 @@ def pack_columns(
     parts = [Part.of(PartKind.ROWS, encode_columns(columns)), *keys]
     if extras is not None:
         parts.append(Part.of(PartKind.EXTRAS, extras))
-    return PackedPlan.of(PlanKind.SAVE, flags, columns.num_items, parts)
+    return PackedPlan.of(flags, columns.num_items, parts)
 
 
 def encode_columns(columns: SaveColumns) -> bytes:

@@ -33,7 +33,7 @@ from dcpstore.planning.exchange.global_plan import GlobalSavePlan
 from dcpstore.planning.exchange.items import Items, read_items
 from dcpstore.planning.exchange.table import join_tables
 from dcpstore.planning.exchange.validate import Inspector
-from dcpstore.planning.exchange.wire import PackedPlan, PartKind, PlanFlag, PlanKind
+from dcpstore.planning.exchange.wire import PackedPlan, PartKind, PlanFlag
 
 __all__ = ["RECORD_BYTES", "merge_save_plans"]
 
@@ -65,7 +65,7 @@ def merge_save_plans(
         CorruptError: If the bytes are damaged.
     """
     plans = [one if isinstance(one, PackedPlan) else PackedPlan.from_bytes(one) for one in packed]
-    _check_kinds(plans)
+    _check_usable(plans)
     table = join_tables(plans)
     items = read_items(plans, table)
     inspector = Inspector(items, table)
@@ -100,10 +100,8 @@ def merge_save_plans(
     )
 
 
-def _check_kinds(plans: Sequence[PackedPlan]) -> None:
+def _check_usable(plans: Sequence[PackedPlan]) -> None:
     for rank, plan in enumerate(plans):
-        if plan.kind != PlanKind.SAVE:
-            raise ConfigError(f"rank {rank} sent a plan of kind {plan.kind}, not a save plan")
         if plan.flags & PlanFlag.IS_UNUSABLE:
             raise ConfigError(
                 f"rank {rank} sent no plan but a reference to one of an earlier save; turn off"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
+from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.planning.exchange.columns import (
     SaveColumns,
     decode_columns,
@@ -35,11 +35,10 @@ from dcpstore.planning.exchange.columns import (
 from dcpstore.planning.exchange.decisions import Decision
 from dcpstore.planning.exchange.global_plan import GlobalSavePlan
 from dcpstore.planning.exchange.schema import KeyKind, KeyRow, Path, decode_rows
-from dcpstore.planning.exchange.wire import PackedPlan, PartKind, PlanFlag, PlanKind
+from dcpstore.planning.exchange.wire import PackedPlan, PartKind, PlanFlag
 
 __all__ = [
     "apply_decision",
-    "extras_of",
     "pack_save_plan",
     "to_metadata",
     "to_packed_plan",
@@ -99,17 +98,16 @@ def unpack_save_plan(packed: bytes | PackedPlan) -> SavePlan:
     Unpickles the extras, if there are any: only for plans of ranks of one's own job.
 
     Raises:
-        ConfigError: If this is no save plan.
         CorruptError: If the bytes are damaged.
     """
     plan = packed if isinstance(packed, PackedPlan) else PackedPlan.from_bytes(packed)
     data = plan.first_of(PartKind.ROWS)
-    if plan.kind != PlanKind.SAVE or data is None:
-        raise ConfigError("these bytes are no save plan")
+    if data is None:
+        raise CorruptError("the packed plan has no items part")
     columns = decode_columns(data, plan.num_items)
     rows = [row for run in plan.bodies_of(PartKind.KEYS) for row in decode_rows(run)]
     extras = plan.first_of(PartKind.EXTRAS)
-    rest = extras_of(extras) if extras else {}
+    rest = _extras_of(extras) if extras else {}
     planner_data = rest.get("planner_data")
     if plan.flags & PlanFlag.HAS_PATHS:
         planner_data = {row.fqn: row.path for row in rows if row.path is not None}
@@ -120,7 +118,7 @@ def unpack_save_plan(packed: bytes | PackedPlan) -> SavePlan:
     return result
 
 
-def extras_of(data: bytes | memoryview) -> dict[str, Any]:
+def _extras_of(data: bytes | memoryview) -> dict[str, Any]:
     """Unpickle what a rank's planner and storage writer put beside the items.
 
     As DCP does with whole plans: it runs what the bytes name, so only for bytes that a rank

@@ -2,7 +2,7 @@
 
 All integers are little-endian::
 
-    head:   "DCPPLAN1"  u8 kind  u8 flags  u16 num_parts  u32 num_items
+    head:   "DCPPLAN2"  u8 flags  u16 num_parts  u32 num_items
             num_parts x ( u8 kind  u32 stored_bytes  16-byte BLAKE2b of the stored bytes )
     parts:  stored bytes of each part, in that order
 
@@ -28,23 +28,15 @@ __all__ = [
     "PartKind",
     "PartName",
     "PlanFlag",
-    "PlanKind",
     "content_digest",
     "read_head",
 ]
 
 DIGEST_BYTES = 16
 PartName: TypeAlias = tuple[int, int, bytes]  # kind, stored bytes, digest
-_MAGIC = b"DCPPLAN1"
-_FIXED = struct.Struct("<8sBBHI")
+_MAGIC = b"DCPPLAN2"
+_FIXED = struct.Struct("<8sBHI")
 _ENTRY = struct.Struct("<BI16s")
-
-
-class PlanKind(IntEnum):
-    """Which of DCP's plans this is."""
-
-    SAVE = 1
-    LOAD = 2
 
 
 class PlanFlag(IntFlag):
@@ -86,7 +78,6 @@ class PackedPlan:
     """A plan as named parts.
 
     Attributes:
-        kind: Save or load.
         flags: `PlanFlag` bits.
         num_items: Items of the plan.
         names: Its parts, tables of keys in order; plain tuples, because a coordinator
@@ -95,7 +86,6 @@ class PackedPlan:
         bodies: The parts' bytes; or the whole plan's as a single element; or nothing.
     """
 
-    kind: int
     flags: int
     num_items: int
     names: tuple[PartName, ...]
@@ -104,17 +94,15 @@ class PackedPlan:
     is_whole: bool = field(default=False, repr=False, compare=False)
 
     @classmethod
-    def of(
-        cls, kind: PlanKind, flags: PlanFlag, num_items: int, parts: Iterable[Part]
-    ) -> PackedPlan:
+    def of(cls, flags: PlanFlag, num_items: int, parts: Iterable[Part]) -> PackedPlan:
         """Join parts to a plan."""
         parts = tuple(parts)
         names = tuple(part.name for part in parts)
-        head = _FIXED.pack(_MAGIC, kind, flags, len(parts), num_items) + b"".join(
+        head = _FIXED.pack(_MAGIC, flags, len(parts), num_items) + b"".join(
             _ENTRY.pack(*part.name) for part in parts
         )
         bodies = tuple(part.data for part in parts)
-        return cls(int(kind), int(flags), num_items, names, head, bodies)
+        return cls(int(flags), num_items, names, head, bodies)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PackedPlan:
@@ -127,9 +115,7 @@ class PackedPlan:
         num_bytes = len(plan.head) + sum(num_bytes for _, num_bytes, _ in plan.names)
         if num_bytes != len(data):
             raise CorruptError(f"a packed plan has {len(data)} bytes, its head says {num_bytes}")
-        return cls(
-            plan.kind, plan.flags, plan.num_items, plan.names, plan.head, (data,), is_whole=True
-        )
+        return cls(plan.flags, plan.num_items, plan.names, plan.head, (data,), is_whole=True)
 
     def with_bodies(self, bodies: Iterable[bytes | memoryview]) -> PackedPlan:
         """Return the plan with the bytes of its parts filled in."""
@@ -170,10 +156,10 @@ def read_head(data: bytes) -> PackedPlan:
     """
     if len(data) < _FIXED.size or data[:8] != _MAGIC:
         raise CorruptError("these bytes are not a packed plan: its first bytes are wrong")
-    _, kind, flags, num_parts, num_items = _FIXED.unpack_from(data)
+    _, flags, num_parts, num_items = _FIXED.unpack_from(data)
     end = _FIXED.size + num_parts * _ENTRY.size
     if len(data) < end:
         raise CorruptError(f"a packed plan's head has {end} bytes; only {len(data)} are here")
     head = data[:end]
     names = tuple(_ENTRY.iter_unpack(head[_FIXED.size :]))
-    return PackedPlan(kind, flags, num_items, names, head)
+    return PackedPlan(flags, num_items, names, head)

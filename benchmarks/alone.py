@@ -1,14 +1,10 @@
-"""Who writes a replicated chunk, decided by each rank alone.
+"""Who writes a replicated chunk, if each rank decided alone: the rule that was not taken.
 
-Every holder of a chunk knows who else holds it: placements and mesh say so. By definition
-a rank of a set of holders R holds *every* chunk whose holders are R, so all of R see the
-same list and can deal it out without a message: largest first, to the member that was
-dealt least so far. Ties go round by a hash of the set, so that the odd chunk out of many
-sets does not always fall to the lowest rank.
-
-Balance: within a set no two members differ by more than its largest chunk. A rank is in
-few sets (one per distinct placement), so its total is off by at most the sum of their
-largest chunks. Numbers against the exchange are in ``docs/planning-at-scale.md``.
+Placements and mesh tell every holder of a chunk who else holds it, so all of a set of
+holders could deal out the chunks that just they hold, without a message: largest first, to
+the member that was dealt least so far. Ties go round by a hash of the set, so that the odd
+chunk out of many sets does not always fall to the lowest rank. ``python -m
+benchmarks.planning --balance`` sets it beside the exchange; record 008 says why that won.
 """
 
 from __future__ import annotations
