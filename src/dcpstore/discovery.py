@@ -43,12 +43,13 @@ from dcpstore.metadata import metadata_from_manifest, stock_items
 from dcpstore.store.base import Store
 from dcpstore.trust import load_metadata_pickle
 
-__all__ = ["Discovered", "discover"]
+__all__ = ["INDEX_FILE", "Discovered", "discover", "read_file_header", "safetensors_files"]
 
 logger = logging.getLogger(__name__)
 
 _SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
+"""The key of a Hugging Face folder's index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Di
         if files is None:
             raise NotFoundError(
                 f"no checkpoint at {store.url}: there is no {key}"
-                + ("" if rank is not None else f", {_INDEX_FILE} or *.safetensors")
+                + ("" if rank is not None else f", {INDEX_FILE} or *.safetensors")
                 + ". Check the URL; a save that was interrupted leaves no .metadata"
             ) from error
         return Discovered(store.url, key, files=files)
@@ -210,11 +211,11 @@ def _open_stock(data: bytes, key: str, config: ReadConfig) -> Metadata:
 
 
 def _read_safetensors(store: Store, config: ReadConfig) -> dict[str, list[TensorInFile]] | None:
-    files = _safetensors_files(store)
+    files = safetensors_files(store)
     if not files:
         return None
     with ThreadPoolExecutor(min(config.max_requests, len(files))) as executor:
-        found = executor.map(lambda key: _read_header(store, key), files)
+        found = executor.map(lambda key: read_file_header(store, key), files)
         return dict(zip(files, found, strict=True))
 
 
@@ -227,14 +228,19 @@ def _metadata_of_files(url: str, files: Mapping[str, Sequence[TensorInFile]]) ->
     return Metadata(entries, storage_data=storage, storage_meta=StorageMeta(url))
 
 
-def _safetensors_files(store: Store) -> Sequence[str]:
+def safetensors_files(store: Store) -> Sequence[str]:
+    """Name the files of a Hugging Face folder; none if it is no such folder.
+
+    Raises:
+        CorruptError: If its index is damaged, or names a file outside the folder.
+    """
     try:
-        index = json.loads(bytes(store.get(_INDEX_FILE).data))
+        index = json.loads(bytes(store.get(INDEX_FILE).data))
         return sorted({check_relative(name) for name in index["weight_map"].values()})
     except NotFoundError:
         pass
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{_INDEX_FILE} is damaged: {error!r}", key=_INDEX_FILE) from error
+        raise CorruptError(f"{INDEX_FILE} is damaged: {error!r}", key=INDEX_FILE) from error
     try:
         store.get_range(_SINGLE_FILE, 0, LENGTH_BYTES)
     except NotFoundError:
@@ -252,7 +258,12 @@ def _safetensors_files(store: Store) -> Sequence[str]:
         raise
 
 
-def _read_header(store: Store, key: str) -> list[TensorInFile]:
+def read_file_header(store: Store, key: str) -> list[TensorInFile]:
+    """Read the header of one safetensors file.
+
+    Raises:
+        CorruptError: If it is damaged.
+    """
     length = header_length(store.get_range(key, 0, LENGTH_BYTES), key)
     return parse_header(store.get_range(key, LENGTH_BYTES, LENGTH_BYTES + length), key)
 
