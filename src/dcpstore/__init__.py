@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from dcpstore.loading import load
     from dcpstore.planners import LoadPlanner, SavePlanner
     from dcpstore.reader import ObjectStoreReader
+    from dcpstore.reading import Checkpoint, open_checkpoint, read_tensor
     from dcpstore.report import LoadResult, SaveResult
     from dcpstore.saving import save
     from dcpstore.writer import ObjectStoreWriter
 
 __all__ = [
     "AlreadyExistsError",
+    "Checkpoint",
     "CheckpointError",
     "CommitUnknownError",
     "ConfigError",
@@ -58,12 +60,15 @@ __all__ = [
     "StoreError",
     "WriteConfig",
     "load",
+    "open_checkpoint",
+    "read_tensor",
     "save",
 ]
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Checkpoint": "dcpstore.reading",
     "LoadPlanner": "dcpstore.planners",
     "LoadResult": "dcpstore.report",
     "ObjectStoreReader": "dcpstore.reader",
@@ -71,6 +76,8 @@ _LAZY = {
     "SavePlanner": "dcpstore.planners",
     "SaveResult": "dcpstore.report",
     "load": "dcpstore.loading",
+    "open_checkpoint": "dcpstore.reading",
+    "read_tensor": "dcpstore.reading",
     "save": "dcpstore.saving",
 }
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import io
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -27,9 +28,28 @@ from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.copying import copy_bytes_out
 from dcpstore.manifest import DataObject
 from dcpstore.progress import Meter
-from dcpstore.store.base import Buffer, Store
+from dcpstore.store.base import Buffer, Capabilities, ObjectInfo
 
-__all__ = ["ObjectStream", "Uploads"]
+__all__ = ["ObjectSink", "ObjectStream", "Uploads"]
+
+
+class ObjectSink(Protocol):
+    """What uploads ask of a store; see `Store`."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it promises."""
+
+    def head(self, key: str) -> ObjectInfo:
+        """Look an object up."""
+
+    def put(self, key: str, data: Buffer) -> str | None:
+        """Store one object and return its ETag."""
+
+    def put_parts(
+        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+    ) -> str | None:
+        """Store one large object from parts and return its ETag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +195,7 @@ class Uploads:
     """
 
     def __init__(
-        self, store: Store, config: WriteConfig, *, pin: bool, meter: Meter | None = None
+        self, store: ObjectSink, config: WriteConfig, *, pin: bool, meter: Meter | None = None
     ) -> None:
         self._store = store
         self._meter = meter or Meter("save")

@@ -1,0 +1,230 @@
+"""Files under their final names: written front to back in bounded memory, whole or not at all.
+
+1. `file_location` splits the URL of a file into the folder that a `Store` is opened on, and a key
+2. `Outputs.check_absent`: before anything is read, find out whether a file is in the way
+3. `Outputs.write`: the caller writes bytes and tensors; full parts upload meanwhile
+4. the object appears when its last part is in: one put, or the completion of a multipart upload
+
+An error or Ctrl-C before that aborts the upload and leaves nothing under the name. What was
+published earlier under the same `Outputs` is deleted again, unless it replaced a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from dcpstore.commit import sweep
+from dcpstore.config import WriteConfig
+from dcpstore.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    StoreError,
+)
+from dcpstore.progress import Meter
+from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Store
+from dcpstore.store.location import parse_location
+from dcpstore.upload import ObjectStream, Uploads
+
+__all__ = ["MIN_OUTPUT_BYTES", "Outputs", "file_location", "part_bytes_for"]
+
+_MIB = 1 << 20
+_LEAST_PART_BYTES = 5 * _MIB  # S3's
+_USUAL_PART_BYTES = 16 * _MIB
+_MOST_PARTS = 10_000  # S3's; Google and Azure allow more
+_CREATE_ATTEMPTS = 4
+
+MIN_OUTPUT_BYTES = 2 * _LEAST_PART_BYTES
+"""The smallest budget that can upload anything: one part to fill while another uploads."""
+
+
+def file_location(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """Split the URL or path of a file into its folder's URL and its key in it.
+
+    Raises:
+        ConfigError: If the URL names no file below a bucket or a folder.
+    """
+    whole = parse_location(url).url
+    scheme, _, rest = whole.partition("://")
+    folder, _, key = rest.rpartition("/")
+    if not key or (scheme not in ("file", "memory") and not folder):
+        raise ConfigError(f"{whole} names no file: write {whole.rstrip('/')}/name")
+    return f"{scheme}://{folder or ('/' if scheme == 'file' else '')}", key
+
+
+def part_bytes_for(largest_bytes: int, budget_bytes: int) -> int:
+    """Return the part size with which objects of up to ``largest_bytes`` upload in a budget.
+
+    Raises:
+        ConfigError: If the budget does not hold two parts, of which an object that large
+            takes no more than 10,000.
+    """
+    least = max(_LEAST_PART_BYTES, -(-largest_bytes // _MOST_PARTS))
+    least = -(-least // 4096) * 4096
+    if budget_bytes < 2 * least:
+        raise ConfigError(
+            f"a budget of {budget_bytes} bytes for uploads is too small for an object of"
+            f" {largest_bytes} bytes: it takes at least {2 * least}. Raise budget_bytes"
+        )
+    # Four parts, so that two upload while one is filled and one is on its way back.
+    usual = min(_USUAL_PART_BYTES, budget_bytes // 4 // 4096 * 4096)
+    return max(least, usual)
+
+
+class Outputs:
+    """Files being written to one folder, one after another. One thread.
+
+    Use as a context manager: leaving it waits for every upload.
+
+    Args:
+        store: Rooted at the folder.
+        budget_bytes: Memory for bytes on their way, whatever the size of the files.
+        largest_bytes: The largest file to come, or a little more; decides the size of parts.
+        overwrite: Replace files that exist. Otherwise a file is created if it is absent:
+            decided by the store in one step for a file of one part; for a larger one, looked
+            up once more before the upload is completed.
+        meter: Counts the bytes handed to the store.
+
+    Raises:
+        ConfigError: If the budget is too small for files that large.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        budget_bytes: int,
+        largest_bytes: int,
+        overwrite: bool = False,
+        meter: Meter | None = None,
+    ) -> None:
+        part_bytes = part_bytes_for(largest_bytes, budget_bytes)
+        num_parts = budget_bytes // part_bytes
+        config = WriteConfig(
+            budget_bytes=budget_bytes, part_bytes=part_bytes, max_uploads=min(16, num_parts)
+        )
+        self._store = store
+        self._overwrite = overwrite
+        self._publisher = _Publisher(store, creates=not overwrite)
+        self._uploads = Uploads(self._publisher, config, pin=False, meter=meter)
+
+    def __enter__(self) -> Outputs:
+        self._uploads.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._uploads.__exit__(kind, error, trace)
+        except BaseException:
+            self._take_back()
+            raise
+        if error is not None:
+            self._take_back()
+
+    @property
+    def objects(self) -> dict[str, int]:
+        """Size in bytes of each file; complete when the context manager was left."""
+        return {key: stored.size_bytes for key, stored in self._uploads.objects.items()}
+
+    def check_absent(self, keys: Iterable[str]) -> None:
+        """Look whether files are in the way, one HEAD each. Nothing is asked if they may be.
+
+        Raises:
+            AlreadyExistsError: Naming the first that exists.
+        """
+        if not self._overwrite:
+            for key in keys:
+                _reject_existing(self._store, key)
+
+    @contextmanager
+    def write(self, key: str) -> Iterator[ObjectStream]:
+        """Write one file, front to back; it is complete when the block ends without an error.
+
+        The stream takes bytes (`ObjectStream.write`) and plain tensors, row-major
+        (`ObjectStream.write_tensor`; they must start at a multiple of their element size).
+        The upload may still be under way when the block ends.
+        """
+        stream = self._uploads.open(key)
+        yield stream
+        stream.finish()
+
+    def _take_back(self) -> None:
+        """Delete what was published although the whole failed; what replaced a file stays."""
+        if not self._overwrite:
+            sweep(self._store, self._publisher.published, why="this failed conversion")
+
+
+class _Publisher:
+    """An `ObjectSink` that creates, where that is wanted, and remembers what it published."""
+
+    def __init__(self, store: Store, *, creates: bool) -> None:
+        self._store = store
+        self._creates = creates
+        self.published: list[str] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._store.capabilities
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._store.head(key)
+
+    def put(self, key: str, data: Buffer) -> str | None:
+        etag = self._create(key, data) if self._creates else self._store.put(key, data)
+        self.published.append(key)
+        return etag
+
+    def put_parts(
+        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+    ) -> str | None:
+        if self._creates:
+            parts = self._then_look(key, parts)
+        etag = self._store.put_parts(
+            key, parts, part_bytes=part_bytes, max_concurrency=max_concurrency
+        )
+        self.published.append(key)
+        return etag
+
+    def _then_look(self, key: str, parts: Iterable[Buffer]) -> Iterator[Buffer]:
+        """No store's multipart upload takes a condition through its engine: look before it ends."""
+        yield from parts
+        _reject_existing(self._store, key)
+
+    def _create(self, key: str, data: Buffer) -> str | None:
+        """Put if absent. A put whose answer was lost is settled by reading what is there."""
+        for attempt in range(_CREATE_ATTEMPTS):
+            try:
+                return self._store.put(key, data, mode="create")
+            except AlreadyExistsError as error:
+                fetched = self._store.get(key)
+                if fetched.data == memoryview(data).cast("B"):
+                    return fetched.etag
+                raise _exists(self._store, key) from error
+            except (ConflictError, StoreError) as error:
+                # S3 answers 409 while another conditional put of the key is under way.
+                may_pass = isinstance(error, ConflictError) or error.retryable
+                if not may_pass or attempt == _CREATE_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("the last attempt raises")
+
+
+def _reject_existing(store: Store, key: str) -> None:
+    try:
+        store.head(key)
+    except NotFoundError:
+        return
+    except StoreError as error:
+        if error.denied:  # without permission to list, S3 answers 403 for a missing object
+            return
+        raise
+    raise _exists(store, key)
+
+
+def _exists(store: Store, key: str) -> AlreadyExistsError:
+    return AlreadyExistsError(
+        f"{store.url} already holds {key}. Convert to another place, or pass overwrite=True to"
+        " replace it. It was left as it is"
+    )

@@ -1,0 +1,105 @@
+"""What of a checkpoint is converted: which keys, under which names, in which dtype."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from dcpstore.errors import ConfigError
+from dcpstore.planners.rules import KeyRules, Rename
+
+__all__ = ["DtypeRule", "Selection", "select"]
+
+DtypeRule: TypeAlias = "torch.dtype | Mapping[str, torch.dtype] | None"
+"""A dtype for all tensors, or one per pattern of source keys (the first that matches)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The user's choice; see `select`.
+
+    Attributes:
+        rules: Which keys, and their new names.
+        dtypes: Pattern of source keys to dtype, in the order in which they are tried.
+    """
+
+    rules: KeyRules = field(default_factory=KeyRules)
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def names(self, fqns: Sequence[str]) -> dict[str, str]:
+        """Return the new name of each key that takes part, in the order given.
+
+        Raises:
+            ConfigError: If two keys would get one name, if a pattern of ``keys`` matches
+                nothing, or if nothing is left to convert.
+        """
+        for pattern in self.rules.include:
+            if not any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
+                raise ConfigError(
+                    f"keys: {pattern!r} matches none of the {len(fqns)} keys of the source, such"
+                    f" as {', '.join(map(repr, fqns[:3]))}"
+                )
+        names = self.rules.stored_names(fqns)
+        if fqns and not names:
+            raise ConfigError(f"keys and exclude leave none of the {len(fqns)} keys of the source")
+        for fqn, name in names.items():
+            if not isinstance(name, str) or not name:
+                raise ConfigError(f"rename gives {fqn!r} the name {name!r}; it must be text")
+        return names
+
+    def dtype_of(self, fqn: str, saved: torch.dtype) -> torch.dtype:
+        """Return the dtype that a tensor of the source gets.
+
+        A rule changes tensors of its own kind only: a floating-point dtype those of
+        floating point, a complex one the complex ones, an integer one the integers.
+        """
+        for pattern, dtype in self.dtypes:
+            if fnmatch.fnmatchcase(fqn, pattern):
+                return dtype if _kind(dtype) == _kind(saved) else saved
+        return saved
+
+
+def select(
+    keys: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Rename | None = None,
+    dtype: DtypeRule = None,
+) -> Selection:
+    """Check and keep what a converter's caller chose.
+
+    Args:
+        keys: Patterns of source keys to convert (``fnmatch``); all if empty.
+        exclude: Patterns of source keys to leave out; stronger than ``keys``.
+        rename: From the source's key to the target's: a map of keys and of prefixes that
+            end with ``.``, or a function.
+        dtype: For all tensors of its kind, or one per pattern.
+
+    Raises:
+        ConfigError: If an argument is of a wrong type.
+    """
+    if isinstance(keys, str) or isinstance(exclude, str):
+        raise ConfigError("keys and exclude are lists of patterns, such as ['model.*']")
+    if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+        raise ConfigError(f"rename is a map or a function, not {type(rename).__name__}")
+    if dtype is None:
+        dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    elif isinstance(dtype, Mapping):
+        dtypes = tuple(dtype.items())
+    else:
+        dtypes = (("*", dtype),)
+    for pattern, value in dtypes:
+        if not isinstance(value, torch.dtype):
+            raise ConfigError(f"dtype: {pattern!r} is given {value!r}, which is no torch.dtype")
+    return Selection(KeyRules(tuple(keys), tuple(exclude), rename), dtypes)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "floating point"
+    return "bool" if dtype == torch.bool else "integer"
