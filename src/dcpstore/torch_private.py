@@ -6,6 +6,7 @@ happens when it is gone.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,15 @@ __all__ = [
     "is_in_mesh",
     "make_storage_info",
     "materialise_meta_tensors",
+    "meta_storage",
+    "named_storage_class",
     "narrow",
     "set_element",
+    "storage_identity",
+    "typed_storage",
     "validate_global_plan",
     "wait_async_collective",
+    "weights_only_unpickler",
 ]
 
 # --- format.record ---------------------------------------------------------------
@@ -282,3 +288,62 @@ def make_backend(kind: str, store: Store, rank: int, size: int, timeout_s: float
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout  # noqa: SLF001 - the constructor takes none
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+# --- torch_file ----------------------------------------------------------------------
+# How torch.load opens the pickle of a file, without reading tensors: its own restricted
+# unpickler decides what may be named, so that dcpstore is neither laxer nor stricter. In
+# place since torch 1.13; the storages' wrappers since 2.0.
+
+
+def weights_only_unpickler(data: bytes) -> Any:
+    """Return the unpickler of ``torch.load(weights_only=True)``; set its ``persistent_load``."""
+    from torch._weights_only_unpickler import Unpickler
+
+    return Unpickler(io.BytesIO(data), encoding="utf-8")
+
+
+def named_storage_class(name: str) -> Any:
+    """Return what stands for a typed storage class in a pickle: something with a ``dtype``.
+
+    Raises:
+        KeyError: If torch has no such class.
+    """
+    from torch.serialization import StorageType
+
+    kind: Any = StorageType
+    return kind(name)
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    """Wrap a storage as torch's functions that rebuild tensors want it."""
+    from torch.storage import TypedStorage
+
+    kind: Any = TypedStorage
+    return kind(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def meta_storage(num_bytes: int) -> torch.UntypedStorage:
+    """Make a storage without memory."""
+    import torch
+
+    kind: Any = torch.UntypedStorage
+    made: torch.UntypedStorage = kind(num_bytes, device="meta")
+    return made
+
+
+def storage_identity(value: Any) -> int:
+    """Return a number that tensors, or storages, share while they share their memory.
+
+    Unlike an address it tells storages without memory apart, too.
+
+    Args:
+        value: A strided tensor or a storage, typed or untyped.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value = value.untyped_storage()
+    elif isinstance(value, torch.storage.TypedStorage):
+        value = value._untyped_storage  # noqa: SLF001 - this module's job
+    return int(value._cdata)  # noqa: SLF001

@@ -10,7 +10,7 @@ from fsspec.registry import known_implementations, registry
 
 from dcpstore.errors import ConfigError
 
-__all__ = ["Location", "parse_location", "redact"]
+__all__ = ["Location", "file_location", "parse_location", "redact"]
 
 _ALIASES = {
     "s3": "s3",
@@ -79,6 +79,25 @@ def parse_location(url: str | os.PathLike[str]) -> Location:
     if kind is None:
         return _foreign(scheme, rest)
     return _remote(kind, rest, text)
+
+
+def file_location(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """Split the URL or path of a file into its folder's URL and its key in it.
+
+    Raises:
+        ConfigError: If the URL names no file below a bucket or a folder, and as `parse_location`.
+    """
+    location = parse_location(url)
+    folder, _, key = location.prefix.rpartition("/")
+    is_foreign = not location.bucket and location.scheme not in ("file", "memory")
+    if not key or (is_foreign and not folder):
+        raise ConfigError(f"{location.url} names no file: write {location.url.rstrip('/')}/name")
+    if location.scheme == "file":
+        return f"file://{folder or '/'}", key
+    # As the user wrote it, for what Location.url leaves out.
+    return os.fspath(url).rstrip("/")[: -len(key)].rstrip("/") if folder or location.bucket else (
+        "memory://"
+    ), key
 
 
 def redact(text: str) -> str:

@@ -1,0 +1,250 @@
+"""The zip directory of a ``torch.save`` file, read by ranges.
+
+The directory at the end of the file says where the header of each member lies, and not
+where its contents do: headers are padded, so that contents start at multiples of 64::
+
+    header name padding | contents | descriptor | header name padding | contents ...
+    ^ header_offset                             ^ next_offset
+                        ^ = next_offset - descriptor - size, where torch wrote the file
+
+So the contents of 20,000 tensors are found without 20,000 reads; whoever reads the first
+of a member's bytes reads its header with them, and checks it. Structures: PKWARE APPNOTE 6.3.9.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.format.zipfmt import LOCAL_HEADER_BYTES, LOCAL_SIGNATURE, MAX32
+from dcpstore.torch_file.foreign import describe_archive, describe_start
+
+__all__ = ["Archive", "Member", "ReadAt", "contents_offset", "read_archive"]
+
+ReadAt = Callable[[int, int], memoryview]
+"""Read bytes ``[start, end)`` of the file."""
+
+_TAIL_BYTES = 64 << 10  # one read that holds the whole directory of about 800 tensors
+_MAX_COMMENT_BYTES = 0xFFFF
+_MAX_DIRECTORY_BYTES = 1 << 30  # of 10 million tensors
+_CENTRAL = struct.Struct("<4s4xHH4xIIIHHH8xI")
+_CENTRAL_BYTES = 46
+_END = struct.Struct("<4s6xHIIH")
+_LOCATOR64 = struct.Struct("<4s4xQ4x")
+_END64 = struct.Struct("<4s28xQQQ")
+_DESCRIPTOR_FLAG, _ENCRYPTED_FLAG = 0x0008, 0x0001
+_DESCRIPTOR_BYTES, _DESCRIPTOR64_BYTES = 16, 24
+# What a header may have between its name and the contents: torch's padding and a zip64 field.
+_MAX_EXTRA_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file of the archive.
+
+    Attributes:
+        name: Path inside the archive's root folder, such as ``"data/0"``.
+        full_name: With the root folder, as its header spells it.
+        header_offset: Where its local header starts in the file.
+        next_offset: Where what follows it starts.
+        size_bytes: Length of its contents.
+        crc32: Of its contents, as the directory says; 0 where the writer computed none.
+        has_descriptor: Whether sizes follow the contents, too.
+    """
+
+    name: str
+    full_name: bytes
+    header_offset: int
+    next_offset: int
+    size_bytes: int
+    crc32: int
+    has_descriptor: bool
+
+    @property
+    def names_end(self) -> int:
+        """Where the fixed part of its header and its name end in the file."""
+        return self.header_offset + LOCAL_HEADER_BYTES + len(self.full_name)
+
+    def expected_offset(self, alignment: int) -> int | None:
+        """Return where the contents start if torch wrote the file; None if it cannot have.
+
+        Args:
+            alignment: Multiple at which its writer lets contents start.
+        """
+        is_large = self.header_offset >= MAX32 or self.size_bytes >= MAX32
+        descriptor_bytes = _DESCRIPTOR64_BYTES if is_large else _DESCRIPTOR_BYTES
+        start = self.next_offset - self.size_bytes
+        start -= descriptor_bytes if self.has_descriptor else 0
+        is_near = self.names_end <= start <= self.names_end + _MAX_EXTRA_BYTES + alignment
+        return start if is_near and start % alignment == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """The members of a ``torch.save`` file by name, in the order in which they lie there."""
+
+    members: Mapping[str, Member]
+
+
+def read_archive(read_at: ReadAt, size_bytes: int, what: str) -> Archive:
+    """Read the directory: one request for most files, two for large ones.
+
+    Args:
+        read_at: Reads the file.
+        size_bytes: Length of the file.
+        what: Its name, for messages.
+
+    Raises:
+        IncompatibleError: If this is another kind of file; the message says which.
+        CorruptError: If it was a zip file and is damaged, such as cut off.
+    """
+    tail_start = max(0, size_bytes - _TAIL_BYTES - _MAX_COMMENT_BYTES)
+    tail = read_at(tail_start, size_bytes)
+    found = _find_directory(tail, tail_start)
+    if found is None:
+        raise _no_zip(read_at, size_bytes, what)
+    start, num_bytes, num_members, end = found
+    if num_bytes > _MAX_DIRECTORY_BYTES or not 0 <= start <= start + num_bytes <= end:
+        raise CorruptError(f"{what} is a damaged zip file: its directory cannot be at {start}")
+    is_at_hand = start >= tail_start
+    directory = (
+        tail[start - tail_start : start - tail_start + num_bytes]
+        if is_at_hand
+        else read_at(start, start + num_bytes)
+    )
+    return Archive(_members(directory, start, num_members, what))
+
+
+def contents_offset(member: Member, header: memoryview, what: str) -> int:
+    """Return where a member's contents start in the file, from its local header.
+
+    Args:
+        member: The member.
+        header: Bytes of the file from ``member.header_offset`` to ``member.names_end`` at least.
+        what: Name of the file, for messages.
+
+    Raises:
+        CorruptError: If there is no header of that member.
+    """
+    name_bytes, extra_bytes = struct.unpack_from("<HH", header, LOCAL_HEADER_BYTES - 4)
+    start = int(member.header_offset + LOCAL_HEADER_BYTES + name_bytes + extra_bytes)
+    name = bytes(header[LOCAL_HEADER_BYTES : LOCAL_HEADER_BYTES + name_bytes])
+    is_header = bytes(header[:4]) == LOCAL_SIGNATURE and name == member.full_name
+    if not is_header or start + member.size_bytes > member.next_offset:
+        raise CorruptError(
+            f"{what} is damaged: the directory says that {member.name} lies at byte"
+            f" {member.header_offset}, and it does not",
+            start=member.header_offset,
+            end=member.next_offset,
+        )
+    return start
+
+
+def _find_directory(tail: memoryview, tail_start: int) -> tuple[int, int, int, int] | None:
+    """Return start, length and number of members of the directory, and its latest end."""
+    text = bytes(tail)
+    at = text.rfind(b"PK\x05\x06")
+    if at < 0 or at + _END.size > len(text):
+        return None
+    _, num_members, num_bytes, start, _ = _END.unpack_from(text, at)
+    end = tail_start + at
+    locator = at - _LOCATOR64.size
+    if locator >= 0 and text[locator : locator + 4] == b"PK\x06\x07":
+        (_, at64) = _LOCATOR64.unpack_from(text, locator)
+        inside = at64 - tail_start
+        if not 0 <= inside <= locator or text[inside : inside + 4] != b"PK\x06\x06":
+            return None
+        _, num_members, num_bytes, start = _END64.unpack_from(text, inside)
+        end = at64
+    return start, num_bytes, num_members, end
+
+
+def _no_zip(read_at: ReadAt, size_bytes: int, what: str) -> Exception:
+    head = bytes(read_at(0, min(size_bytes, 512)))
+    if head[:4] == LOCAL_SIGNATURE:
+        return CorruptError(
+            f"{what} starts as a zip file and has no directory at its end: it is cut off, or was"
+            f" not written to the end ({size_bytes} bytes are there)"
+        )
+    return IncompatibleError(f"{what} is no torch.save file: {describe_start(head, size_bytes)}")
+
+
+def _members(directory: memoryview, start: int, num_members: int, what: str) -> dict[str, Member]:
+    rows = []
+    packed: list[str] = []
+    at = 0
+    for _ in range(num_members):
+        if at + _CENTRAL_BYTES > len(directory):
+            raise CorruptError(f"{what} is a damaged zip file: its directory ends early")
+        fields = _CENTRAL.unpack_from(directory, at)
+        signature, flags, method, crc32, stored, size, name_bytes, extra_bytes, comment, where = (
+            fields
+        )
+        if signature != b"PK\x01\x02":
+            raise CorruptError(f"{what} is a damaged zip file: its directory has no entry at {at}")
+        names = at + _CENTRAL_BYTES
+        name = bytes(directory[names : names + name_bytes])
+        extra = directory[names + name_bytes : names + name_bytes + extra_bytes]
+        if MAX32 in (size, stored, where):
+            size, stored, where = _with_64_bits(extra, size, stored, where, what)
+        if method != 0 or flags & _ENCRYPTED_FLAG or stored != size:
+            packed.append(name.decode("utf-8", "replace"))
+        rows.append((where, name, size, crc32, bool(flags & _DESCRIPTOR_FLAG)))
+        at = names + name_bytes + extra_bytes + comment
+    rows.sort()
+    root = _root(rows, what)
+    if packed:
+        raise IncompatibleError(
+            f"{what}: its member {packed[0]!r} is compressed or encrypted, which torch.save never"
+            " does, so no part of it can be read alone; pack the file again without compression"
+        )
+    return _placed(rows, root, start, what)
+
+
+def _with_64_bits(
+    extra: memoryview, size: int, stored: int, where: int, what: str
+) -> tuple[int, int, int]:
+    """Take the sizes that do not fit 32 bits from the zip64 field, which holds only those."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            field = bytes(extra[at + 4 : at + 4 + length])
+            wide = [number for (number,) in struct.iter_unpack("<Q", field[: length // 8 * 8])]
+            try:
+                values = [wide.pop(0) if one == MAX32 else one for one in (size, stored, where)]
+            except IndexError:
+                break
+            return values[0], values[1], values[2]
+        at += 4 + length
+    raise CorruptError(f"{what} is a damaged zip file: a member of more than 4 GiB has no size")
+
+
+def _placed(
+    rows: list[tuple[int, bytes, int, int, bool]], root: bytes, directory_start: int, what: str
+) -> dict[str, Member]:
+    """Turn the directory's entries into members by their names in the root folder."""
+    members: dict[str, Member] = {}
+    ends = [row[0] for row in rows[1:]] + [directory_start]
+    for (where, name, size, crc32, has_descriptor), end in zip(rows, ends, strict=True):
+        if where + LOCAL_HEADER_BYTES + len(name) + size > end:
+            raise CorruptError(f"{what} is a damaged zip file: its members overlap")
+        inner = name[len(root) :].decode("utf-8", "replace") if name.startswith(root) else ""
+        members[inner] = Member(inner, name, where, end, size, crc32, has_descriptor)
+    return members
+
+
+def _root(rows: list[tuple[int, bytes, int, int, bool]], what: str) -> bytes:
+    """Return the folder that holds ``data.pkl``, with its slash."""
+    names = [row[1].decode("utf-8", "replace") for row in rows]
+    pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
+    roots = {name.partition("/")[0] for name in itertools.islice(pickles, 2)}
+    other = describe_archive(names)
+    if other is not None or len(roots) != 1:
+        raise IncompatibleError(
+            f"{what} is no torch.save file: {other or 'a zip file without one data.pkl'}"
+        )
+    return roots.pop().encode() + b"/"
