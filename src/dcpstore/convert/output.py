@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from dcpstore.commit import sweep
@@ -129,6 +130,11 @@ class Outputs:
         """Size in bytes of each file; complete when the context manager was left."""
         return {key: stored.size_bytes for key, stored in self._uploads.objects.items()}
 
+    @property
+    def peak_bytes(self) -> int:
+        """Memory that the parts took."""
+        return self._uploads.peak_bytes
+
     def check_absent(self, keys: Iterable[str]) -> None:
         """Look whether files are in the way, one HEAD each. Nothing is asked if they may be.
 
@@ -191,7 +197,9 @@ class _Publisher:
     def _then_look(self, key: str, parts: Iterable[Buffer]) -> Iterator[Buffer]:
         """No store's multipart upload takes a condition through its engine: look before it ends."""
         yield from parts
-        _reject_existing(self._store, key)
+        # obstore takes the parts inside its own event loop, where no other request may begin.
+        with ThreadPoolExecutor(1, "dcpstore-look") as executor:
+            executor.submit(_reject_existing, self._store, key).result()
 
     def _create(self, key: str, data: Buffer) -> str | None:
         """Put if absent. A put whose answer was lost is settled by reading what is there."""
