@@ -28,7 +28,9 @@ __all__ = [
     "flatten_sharded_tensors",
     "flatten_state_dict",
     "flatten_state_dict_2_3",
+    "group_of_sharded_tensor",
     "is_in_mesh",
+    "make_sharded_tensor",
     "make_storage_info",
     "materialise_meta_tensors",
     "meta_storage",
@@ -203,6 +205,32 @@ def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]
     if isinstance(found, bool):  # torch before 2.10 logs the reasons and returns a verdict
         return [] if found else ["torch's log has the reasons"]
     return list(found)
+
+
+# --- optimizer -----------------------------------------------------------------------
+# FSDP1's tensors. Their constructor without communication, and the ranks that hold one,
+# have been where they are since torch 1.12.
+
+
+def group_of_sharded_tensor(tensor: Any) -> ProcessGroup:
+    """Return the ranks that hold a ShardedTensor."""
+    group: ProcessGroup = tensor._process_group  # noqa: SLF001 - this module's job
+    return group
+
+
+def make_sharded_tensor(shards: list[Any], metadata: Any, group: ProcessGroup) -> Any:
+    """Make a ShardedTensor of this rank's shards. No communication: all ranks know the rest.
+
+    Args:
+        shards: Of this rank.
+        metadata: Of all shards; it is not copied.
+        group: The ranks that hold it.
+    """
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+    return ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001
+        shards, sharded_tensor_metadata=metadata, process_group=group
+    )
 
 
 # --- collectives -------------------------------------------------------------------
