@@ -4,13 +4,19 @@ A file starts with ``u64 header_bytes`` and a JSON header that gives dtype, shap
 range of each tensor, counted from the end of the header; the data are row-major. Format:
 https://huggingface.co/docs/safetensors. DCP's writer adds, under ``DCP_SHARDING_INFO``,
 where in the whole tensor each stored shard lies. No I/O.
+
+::
+
+    | u64 header_bytes | {"name": {"dtype", "shape", "data_offsets"}, ...} | data | data | ...
+    0                  8                            header_bytes + 8, where offset 0 is
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -20,7 +26,17 @@ from dcpstore.errors import CorruptError
 from dcpstore.format.dtypes import item_bytes
 from dcpstore.ranges import ByteRange
 
-__all__ = ["LENGTH_BYTES", "TensorInFile", "header_length", "parse_header"]
+__all__ = [
+    "LENGTH_BYTES",
+    "FileHeader",
+    "FileLayout",
+    "TensorInFile",
+    "file_dtype",
+    "header_length",
+    "parse_file",
+    "parse_header",
+    "plan_file",
+]
 
 LENGTH_BYTES = 8
 """Bytes at the start of a file that give the length of its header."""
@@ -38,13 +54,18 @@ _DTYPES = {
     "I64": "int64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
     "F64": "float64",
     "C64": "complex64",
 }
+_FILE_DTYPES = {name: theirs for theirs, name in _DTYPES.items()}
+_PAIRS = "F4"  # the header counts single elements, torch counts bytes of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +99,52 @@ def header_length(start: Buffer, key: str) -> int:
     return int(length)
 
 
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """What the header of a file says.
+
+    Attributes:
+        tensors: In the order of the header.
+        about: The texts under ``__metadata__``.
+    """
+
+    tensors: Sequence[TensorInFile]
+    about: Mapping[str, str] = field(default_factory=dict)
+
+
 def parse_header(header: Buffer, key: str) -> list[TensorInFile]:
     """Return the tensors of a file, from its JSON header.
 
     Raises:
         CorruptError: If the header is no valid one.
     """
+    return list(parse_file(header, key).tensors)
+
+
+def parse_file(header: Buffer, key: str) -> FileHeader:
+    """Return what the JSON header of a file says.
+
+    Raises:
+        CorruptError: If the header is no valid one: no JSON, a name twice, an unknown dtype,
+            or a shape that does not fit its bytes.
+    """
     try:
-        fields: dict[str, Any] = json.loads(bytes(header))
+        fields: dict[str, Any] = json.loads(bytes(header), object_pairs_hook=_each_once)
         about = fields.pop("__metadata__", None) or {}
         shards = json.loads(about["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in about else {}
         base = LENGTH_BYTES + len(memoryview(header))
-        return [_tensor(fqn, one, shards.get(fqn), base, key) for fqn, one in fields.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        tensors = [_tensor(fqn, one, shards.get(fqn), base, key) for fqn, one in fields.items()]
+        return FileHeader(tensors, {str(name): str(text) for name, text in about.items()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{key} has a damaged safetensors header: {error!r}", key=key) from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
 
 
 def _tensor(
@@ -100,13 +153,95 @@ def _tensor(
     dtype = _DTYPES.get(fields["dtype"])
     if dtype is None:
         raise CorruptError(f"{key}: {fqn!r} has the unknown dtype {fields['dtype']!r}", key=key)
-    sizes = tuple(int(size) for size in fields["shape"])
-    start, end = fields["data_offsets"]
+    start, end = _counts(fields["data_offsets"])
+    sizes = _counts(fields["shape"])
+    if fields["dtype"] == _PAIRS:
+        sizes = _halved(sizes)
     if end - start != prod(sizes) * item_bytes(dtype):
         raise CorruptError(
             f"{key}: {fqn!r} of shape {sizes} and dtype {dtype} cannot have {end - start} bytes",
             key=key,
             fqn=fqn,
         )
-    offsets = tuple(shard["saved_offsets"]) if shard else (0,) * len(sizes)
+    offsets = _counts(shard["saved_offsets"]) if shard else (0,) * len(sizes)
     return TensorInFile(fqn, dtype, sizes, offsets, ByteRange(base + start, base + end))
+
+
+def _counts(values: Sequence[Any]) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{value!r} is no count")
+    return tuple(values)
+
+
+def _halved(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if not sizes or sizes[-1] % 2:
+        raise ValueError(f"F4 tensors hold pairs, and shape {sizes} has no even last dimension")
+    return (*sizes[:-1], sizes[-1] // 2)
+
+
+# --- writing -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """A file to be: its first bytes, and where each tensor's payload lies.
+
+    Attributes:
+        header: The length, and the JSON padded to 8 bytes.
+        tensors: In the order of their payloads, which lie side by side. Each payload starts
+            at a multiple of its element size.
+        size_bytes: Length of the file.
+    """
+
+    header: bytes
+    tensors: tuple[TensorInFile, ...]
+    size_bytes: int
+
+
+def file_dtype(dtype: str) -> str | None:
+    """Return the format's name of a torch dtype; None if the format has no such dtype."""
+    return _FILE_DTYPES.get(dtype)
+
+
+def plan_file(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], about: Mapping[str, str]
+) -> FileLayout:
+    """Lay a file out as the safetensors package does: large elements first, then by name.
+
+    Args:
+        tensors: Dtype (torch's name) and shape of each.
+        about: Texts for ``__metadata__``.
+
+    Raises:
+        ValueError: If the format has no such dtype, or a name or header that long.
+    """
+    order = sorted(tensors, key=lambda name: (-item_bytes(tensors[name][0]), name))
+    fields: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    spans, at = [], 0
+    for name in order:
+        dtype, sizes = tensors[name]
+        theirs = file_dtype(dtype)
+        if theirs is None or name == "__metadata__":
+            raise ValueError(f"safetensors files hold no tensor {name!r} of dtype {dtype}")
+        if theirs == _PAIRS:
+            sizes = (*sizes[:-1], sizes[-1] * 2)
+        end = at + prod(tensors[name][1]) * item_bytes(dtype)
+        fields[name] = {"dtype": theirs, "shape": list(sizes), "data_offsets": [at, end]}
+        spans.append(ByteRange(at, end))
+        at = end
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes is more than safetensors readers take")
+    base = LENGTH_BYTES + len(text)
+    placed = tuple(
+        TensorInFile(
+            name,
+            *tensors[name],
+            (0,) * len(tensors[name][1]),
+            ByteRange(base + span.start, base + span.end),
+        )
+        for name, span in zip(order, spans, strict=True)
+    )
+    return FileLayout(struct.pack("<Q", len(text)) + text, placed, base + at)
