@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,7 @@ from dcpstore.demo.report import (
 from dcpstore.store import open_store
 from dcpstore.testing.servers import MotoServer
 
-__all__ = ["main"]
+__all__ = ["Options", "add_arguments", "main", "read_options", "run_demo"]
 
 BUCKET = "dcpstore-demo"
 JOB_TIMEOUT_S = 300.0
@@ -47,20 +47,21 @@ class Options:
     model: ModelConfig
 
 
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; return 0 if every check passed."""
-    options = _parse(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m dcpstore.demo",
+        description="Train, save to an emulated bucket, resume on other ranks, compare.",
+    )
+    add_arguments(parser)
+    options = read_options(parser.parse_args(arguments), parser.error)
     signal.signal(signal.SIGTERM, _exit_on_signal)  # so that a killed demo ends its children
     try:
-        with contextlib.ExitStack() as stack:
-            with deaf_to_interrupts():
-                server = stack.enter_context(MotoServer())
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dcpstore-demo-"))
-            server.create_bucket(BUCKET)
-            _say(f"An S3 server is up at {server.endpoint_url}, with the bucket {BUCKET!r}.")
-            checks = _Demo(options, Path(folder), server).run()
-            if options.keep_server:
-                _keep(server.endpoint_url)
+        checks = run_demo(options)
     except RanksError as error:
         _say(f"FAIL  {error}")
         return 1
@@ -70,11 +71,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(check.passed for check in checks) else 1
 
 
+def run_demo(options: Options, say: Callable[[str], None] = _say) -> list[Check]:
+    """Run the demo, tell what happens on the way, and return what was compared.
+
+    Raises:
+        RanksError: If a process of a job ended badly or too late.
+    """
+    with contextlib.ExitStack() as stack:
+        with deaf_to_interrupts():
+            server = stack.enter_context(MotoServer())
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dcpstore-demo-"))
+        server.create_bucket(BUCKET)
+        say(f"An S3 server is up at {server.endpoint_url}, with the bucket {BUCKET!r}.")
+        checks = _Demo(options, Path(folder), server, say).run()
+        if options.keep_server:
+            _keep(server.endpoint_url, say)
+        return checks
+
+
 class _Demo:
     """The three jobs, one after the other."""
 
-    def __init__(self, options: Options, folder: Path, server: MotoServer) -> None:
+    def __init__(
+        self, options: Options, folder: Path, server: MotoServer, say: Callable[[str], None]
+    ) -> None:
         half = options.num_steps // 2
+        self._say = say
         self.options = options
         self.folder = folder
         self.server = server
@@ -94,9 +116,9 @@ class _Demo:
     def run(self) -> list[Check]:
         half = self.spec.save_before_step
         assert half is not None
-        _say(f"\nTraining on {self.spec.num_ranks} ranks, saving to {self.spec.url} ...")
+        self._say(f"\nTraining on {self.spec.num_ranks} ranks, saving to {self.spec.url} ...")
         reference = self._run_job(self.spec, "reference")
-        _say(
+        self._say(
             f"  saved {format_bytes(reference.state_bytes)} of model and optimizer state"
             f" in {reference.checkpoint_s:.1f} s; this is what lies there:"
         )
@@ -106,7 +128,9 @@ class _Demo:
         curves: dict[str, Sequence[float]] = {}
         expected = reference.losses[half:]
         for num_ranks in dict.fromkeys([self.options.load_ranks, self.options.save_ranks]):
-            _say(f"\nA new job with other weights on {num_ranks} rank(s), resuming from there ...")
+            self._say(
+                f"\nA new job with other weights on {num_ranks} rank(s), resuming from there ..."
+            )
             # Another weights_seed: were nothing loaded, nothing would agree.
             spec = replace(
                 self.spec,
@@ -116,7 +140,7 @@ class _Demo:
                 weights_seed=self.options.seed + num_ranks,
             )
             resumed = self._run_job(spec, f"resumed-{num_ranks}")
-            _say(f"  loaded in {resumed.checkpoint_s:.1f} s")
+            self._say(f"  loaded in {resumed.checkpoint_s:.1f} s")
             same_layout = num_ranks == self.options.save_ranks
             curves[f"on {num_ranks} rank(s)"] = resumed.losses
             checks.append(check_restored_state(reference, resumed, num_ranks))
@@ -124,11 +148,11 @@ class _Demo:
             if same_layout:
                 checks.append(check_final_state(reference, resumed, num_ranks))
 
-        _say(f"\nLoss per step\n{_indent(loss_table(reference.losses, curves, half))}\n")
+        self._say(f"\nLoss per step\n{_indent(loss_table(reference.losses, curves, half))}\n")
         for check in checks:
-            _say(str(check))
+            self._say(str(check))
         num_passed = sum(check.passed for check in checks)
-        _say(f"\n{num_passed} of {len(checks)} checks passed")
+        self._say(f"\n{num_passed} of {len(checks)} checks passed")
         return checks
 
     def _run_job(self, spec: JobSpec, name: str) -> JobReport:
@@ -140,49 +164,51 @@ class _Demo:
         run_ranks(train, spec, spec.num_ranks, timeout_s=JOB_TIMEOUT_S)
         report = JobReport.read(spec.report_path)
         seconds = time.perf_counter() - start_s
-        _say(f"  {len(report.losses)} steps, {seconds:.1f} s with the start of its processes")
+        self._say(f"  {len(report.losses)} steps, {seconds:.1f} s with the start of its processes")
         counts = sorted(self.server.counts().items())
-        _say(f"  requests: {', '.join(f'{count} {name}' for name, count in counts)}")
+        self._say(f"  requests: {', '.join(f'{count} {name}' for name, count in counts)}")
         return report
 
     def _show_objects(self) -> None:
         store = open_store(self.spec.url, storage_options=self.spec.storage_options)
         try:
-            _say(_indent(object_table(list(store.list()))))
+            self._say(_indent(object_table(list(store.list()))))
         finally:
             store.close()
 
 
-def _parse(arguments: Sequence[str] | None) -> Options:
-    parser = argparse.ArgumentParser(
-        prog="python -m dcpstore.demo",
-        description="Train, save to an emulated bucket, resume on other ranks, compare.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's arguments to a parser."""
     ranks = [n for n in range(1, NUM_MICRO_BATCHES + 1) if NUM_MICRO_BATCHES % n == 0]
     model = ModelConfig()
-    parser.add_argument("--save-ranks", type=int, choices=ranks, default=4)
-    parser.add_argument("--load-ranks", type=int, choices=ranks, default=2)
-    parser.add_argument("--steps", type=int, default=20, help="at least 2; saves half way")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--width", type=int, default=model.width, help="a multiple of 4")
-    parser.add_argument("--layers", type=int, default=model.num_layers)
+    numbers = "(%(default)s)"
+    parser.add_argument("--save-ranks", type=int, choices=ranks, default=4, help=numbers)
+    parser.add_argument("--load-ranks", type=int, choices=ranks, default=2, help=numbers)
+    parser.add_argument(
+        "--steps", type=int, default=20, help=f"at least 2; saves half way {numbers}"
+    )
+    parser.add_argument("--seed", type=int, default=0, help=numbers)
+    parser.add_argument("--width", type=int, default=model.width, help=f"a multiple of 4 {numbers}")
+    parser.add_argument("--layers", type=int, default=model.num_layers, help=numbers)
     parser.add_argument("--keep-server", action="store_true", help="until ctrl-C")
-    given = parser.parse_args(arguments)
+
+
+def read_options(given: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> Options:
+    """Turn parsed arguments into options; ``refuse`` is told what is wrong with them."""
     if given.steps < 2 or given.width < 4 or given.width % 4 or given.layers < 1:
-        parser.error("needs --steps >= 2, --width a multiple of 4, --layers >= 1")
+        refuse("needs --steps >= 2, --width a multiple of 4, --layers >= 1")
     return Options(
         save_ranks=given.save_ranks,
         load_ranks=given.load_ranks,
         num_steps=given.steps,
         seed=given.seed,
         keep_server=given.keep_server,
-        model=replace(model, width=given.width, num_layers=given.layers),
+        model=replace(ModelConfig(), width=given.width, num_layers=given.layers),
     )
 
 
-def _keep(endpoint_url: str) -> None:
-    _say(f"\nThe server stays up at {endpoint_url} until ctrl-C.")
+def _keep(endpoint_url: str, say: Callable[[str], None]) -> None:
+    say(f"\nThe server stays up at {endpoint_url} until ctrl-C.")
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             time.sleep(3600)
@@ -194,10 +220,6 @@ def _exit_on_signal(signum: int, _: FrameType | None) -> NoReturn:
 
 def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Looking into stored checkpoints without loading them: the library behind the command line."""

@@ -1,0 +1,90 @@
+"""``dcpstore ls``: the checkpoints below a URL."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+from dcpstore.audit.listing import ListedCheckpoint, Listing, list_checkpoints
+from dcpstore.cli.connection import add_connection_arguments, open_given_store, read_connection
+from dcpstore.cli.exit_codes import ExitCode
+from dcpstore.cli.output import Output
+from dcpstore.cli.text import format_age, format_bytes, format_time, table
+
+DESCRIPTION = """\
+List the checkpoints below a URL, and what interrupted saves left there, in the natural order
+of their names. Sends one LIST and opens no object. A checkpoint without a seal cannot be
+loaded; `dcpstore prune` removes it."""
+
+EXAMPLES = """\
+dcpstore ls s3://bucket/run
+dcpstore ls /data/run --json | jq -r '.checkpoints[] | select(.sealed) | .url' | tail -1
+dcpstore ls gs://public-bucket/run --anon
+dcpstore ls s3://bucket/run --endpoint-url http://localhost:9000 --profile minio"""
+
+_SEALED = {True: "yes", False: "no", None: "-"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("url", metavar="RUN_URL", help="URL or local folder")
+    add_connection_arguments(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> ExitCode:
+    """List; see `dcpstore.audit.listing.list_checkpoints`."""
+    with open_given_store(read_connection(args, args.url, out)) as store:
+        listing = list_checkpoints(store)
+    now = datetime.now(timezone.utc)
+    out.result("dcpstore.ls/1", _document(listing, now), _lines(listing, now))
+    num_unsealed = sum(one.is_sealed is False for one in listing.checkpoints)
+    out.note(
+        f"{len(listing.checkpoints)} checkpoint(s) at {listing.url}, {num_unsealed} not sealed"
+        + (f"; {listing.num_other_objects} other object(s)" if listing.num_other_objects else "")
+    )
+    return ExitCode.OK
+
+
+def _document(listing: Listing, now: datetime) -> dict[str, Any]:
+    return {
+        "url": listing.url,
+        "checkpoints": [_fields(one, now) for one in listing.checkpoints],
+        "num_other_objects": listing.num_other_objects,
+        "was_refused": listing.was_refused,
+    }
+
+
+def _fields(one: ListedCheckpoint, now: datetime) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "url": one.url,
+        "layout": one.layout,
+        "sealed": one.is_sealed,
+        "step": one.step,
+        "num_objects": one.num_objects,
+        "num_bytes": one.num_bytes,
+        "modified": format_time(one.modified),
+        "age_s": None if one.modified is None else round((now - one.modified).total_seconds()),
+        "remark": one.remark,
+    }
+
+
+def _lines(listing: Listing, now: datetime) -> Iterator[str]:
+    return table(
+        ("CHECKPOINT", "LAYOUT", "SEALED", "SIZE", "OBJECTS", "AGE", ""),
+        (
+            (
+                one.name or ".",
+                one.layout,
+                _SEALED[one.is_sealed],
+                "?" if one.num_bytes is None else format_bytes(one.num_bytes),
+                "?" if one.num_objects is None else str(one.num_objects),
+                format_age(one.modified, now),
+                one.remark,
+            )
+            for one in listing.checkpoints
+        ),
+        right=(3, 4, 5),
+    )

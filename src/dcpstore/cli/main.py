@@ -1,0 +1,180 @@
+"""From the command line to a command, and from its end to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn, TextIO
+
+from dcpstore.cli.commands import SUMMARIES, Command, load_command
+from dcpstore.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
+from dcpstore.cli.output import Output
+from dcpstore.errors import ConfigError
+
+__all__ = ["entry", "main"]
+
+_DESCRIPTION = "Look into, check, convert and move PyTorch distributed checkpoints in any bucket."
+_EXAMPLES = """\
+dcpstore demo                               # all of it on this machine, no account needed
+dcpstore ls s3://bucket/run                 # the checkpoints of a run
+dcpstore COMMAND --help                     # more on one command, with examples"""
+
+
+def entry() -> NoReturn:
+    """Run the command that the process was started with."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(main())
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        arguments: Without the program's name; None for those of the process.
+        stdout: Takes the result; None for the process's own.
+        stderr: Takes everything else; None for the process's own.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    out = Output(stdout or sys.stdout, stderr or sys.stderr, as_json="--json" in given)
+    is_debugging = "--debug" in given
+    handler = _LogHandler(out)
+    logging.getLogger("dcpstore").addHandler(handler)
+    try:
+        code = _run(given, out)
+        out.stdout.flush()
+    except BrokenPipeError:
+        _forget(out.stdout)
+        code = ExitCode.BROKEN_PIPE
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the edge of the program
+        code = exit_code_of(error)
+        if is_debugging:
+            out.traceback(traceback.format_exc())
+        out.error(error, code)
+    finally:
+        logging.getLogger("dcpstore").removeHandler(handler)
+    return int(code)
+
+
+class _Help(Exception):
+    """Help is all that was asked for; its text."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that leaves the end of the process to `main`."""
+
+    def error(self, message: str) -> NoReturn:
+        # What follows a "=" may be the secret of a mistyped --storage-option.
+        text = re.sub(r"=\S+", "=...", message)
+        raise ConfigError(f"{text}. See {self.prog} --help")
+
+    def print_help(self, file: object = None) -> NoReturn:  # noqa: ARG002 - argparse's own form
+        raise _Help(self.format_help())
+
+
+class _LogHandler(logging.Handler):
+    """Shows the library's warnings as the command's own."""
+
+    def __init__(self, out: Output) -> None:
+        super().__init__(logging.WARNING)
+        self._out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._out.warning(record.getMessage())
+
+
+def _run(given: Sequence[str], out: Output) -> ExitCode:
+    name = next((word for word in given if not word.startswith("-")), None)
+    command = load_command(name) if name in SUMMARIES else None
+    parser = _make_parser(name, command)
+    try:
+        args = parser.parse_args(given)
+    except _Help as text:
+        out.stdout.write(str(text))
+        return ExitCode.OK
+    out.quiet = getattr(args, "quiet", False)
+    if args.version:
+        out.stdout.write(f"dcpstore {_version()}\n")
+        return ExitCode.OK
+    if command is None:
+        out.stderr.write(parser.format_help())
+        return ExitCode.USAGE
+    return command.run(args, out)
+
+
+def _make_parser(name: str | None, command: Command | None) -> _Parser:
+    parser = _Parser(
+        prog="dcpstore",
+        description=_DESCRIPTION,
+        epilog=_epilog(_EXAMPLES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    _add_common(parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for known, summary in SUMMARIES.items():
+        chosen = command if known == name else None
+        inner = commands.add_parser(
+            known,
+            help=summary,
+            description=chosen.DESCRIPTION if chosen else None,
+            epilog=_epilog(chosen.EXAMPLES) if chosen else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if chosen is not None:
+            chosen.add_arguments(inner)
+            _add_common(inner)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """Add what holds before and after the name of a command alike."""
+    group = parser.add_argument_group("output")
+    options = {
+        "--json": "print one JSON document; errors as JSON on standard error",
+        "--quiet": "no notes and no progress",
+        "--debug": "show the traceback of an error",
+    }
+    for option, text in options.items():
+        # Suppressed, or the default after the command would undo what stands before it.
+        group.add_argument(option, action="store_true", default=argparse.SUPPRESS, help=text)
+
+
+def _epilog(examples: str) -> str:
+    lines = "\n".join(f"  {line}" for line in examples.splitlines())
+    codes = "\n".join(f"  {int(code):>3}  {text}" for code, text in MEANINGS.items())
+    return f"examples:\n{lines}\n\nexit codes:\n{codes}"
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("dcpstore")
+
+
+def _terminate(signum: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + signum)
+
+
+def _forget(stream: TextIO) -> None:
+    """Send to nowhere what Python would still flush into a closed pipe when it ends."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
