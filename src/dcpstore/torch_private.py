@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 __all__ = [
+    "canonical_names",
     "create_read_items",
     "dcp_format_version",
     "dedup_save_plans",
@@ -231,6 +232,17 @@ def make_sharded_tensor(shards: list[Any], metadata: Any, group: ProcessGroup) -
     return ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001
         shards, sharded_tensor_metadata=metadata, process_group=group
     )
+
+
+def canonical_names(model: Any, name: str) -> set[str]:
+    """Return a parameter's name without what DDP, FSDP1 and torch.compile put into it.
+
+    Several for a flat parameter of FSDP1. Torch's state dict functions name by it; it has
+    been where it is since torch 2.2.
+    """
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    return set(_get_fqns(model, name))
 
 
 # --- collectives -------------------------------------------------------------------
