@@ -66,54 +66,65 @@ class ByteBudget:
 
 
 class SlabPool(Generic[T]):
-    """A fixed number of equal slabs of memory, made on first use and recycled.
+    """A fixed number of places for parts in flight, and memory for those that need some.
 
-    A slab is handed on as a *lease*: a numpy view whose death returns the slab to the
-    pool. Whoever holds the last reference, be it a thread of the store's engine, thereby
-    decides when its memory may be filled again.
+    A part in flight takes a place: with a slab of the pool's memory, made on first use and
+    recycled, or without one if its bytes lie elsewhere. It is handed on as a *lease*: a
+    numpy view whose death gives back place and slab. Whoever holds the last reference, be
+    it a thread of the store's engine, thereby decides when that memory may be filled again.
 
     Args:
-        num_slabs: Most slabs that exist at a time.
+        num_slabs: Most parts in flight, hence most slabs that exist.
         make_slab: Allocates one slab.
     """
 
     def __init__(self, num_slabs: int, make_slab: Callable[[], T]) -> None:
-        # SimpleQueue.put is reentrant, hence safe in the finalizer that returns a slab.
+        # SimpleQueue.put is reentrant, hence safe in the finalizer of a lease.
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self._num_slabs = self._unmade = num_slabs
         self._make_slab = make_slab
-
-    @property
-    def num_made(self) -> int:
+        self.num_made = 0
         """Slabs that exist."""
-        return self._num_slabs - self._unmade
+        for _ in range(num_slabs):
+            self._places.put(None)
 
-    def acquire(self, *, cancelled: Callable[[], bool] = lambda: False) -> T:
-        """Take a free slab, waiting for one if need be. One thread at a time may call this.
+    def acquire_place(self, *, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Take a place without a slab, waiting for one if need be.
 
         Raises:
             Cancelled: If ``cancelled()`` turns true while waiting.
         """
         while True:
             try:
-                return self._free.get_nowait()
+                return self._places.get_nowait()
             except queue.Empty:
-                if self._unmade:
-                    self._unmade -= 1
-                    return self._make_slab()
-            if cancelled():
-                raise Cancelled
+                if cancelled():
+                    raise Cancelled from None
             try:
-                return self._free.get(timeout=_POLL_S)
+                return self._places.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
 
-    def release(self, slab: T) -> None:
-        """Return a slab that was never leased."""
-        self._free.put(slab)
+    def acquire(self, *, cancelled: Callable[[], bool] = lambda: False) -> T:
+        """Take a place with a slab, waiting for one if need be. One thread at a time.
 
-    def lease(self, slab: T, window: Bytes) -> Bytes:
-        """Return a view of ``window`` (memory of ``slab``) that frees the slab when it dies."""
+        Raises:
+            Cancelled: If ``cancelled()`` turns true while waiting.
+        """
+        self.acquire_place(cancelled=cancelled)
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:  # fewer slabs than places are in use, so there may be one more
+            self.num_made += 1
+            return self._make_slab()
+
+    def lease(self, window: Bytes, slab: T | None = None) -> Bytes:
+        """Return a view of ``window`` that gives back its place, and its slab, when it dies."""
         lease = window[:]
-        weakref.finalize(lease, self._free.put, slab).atexit = False
+        weakref.finalize(lease, self._give_back, slab).atexit = False
         return lease
+
+    def _give_back(self, slab: T | None) -> None:
+        if slab is not None:
+            self._free.put(slab)
+        self._places.put(None)

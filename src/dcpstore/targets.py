@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcpstore.errors import IncompatibleError
 from dcpstore.format.dtypes import dtype_from_name, dtype_name
+from dcpstore.format.tensors import is_freed, is_plain
 from dcpstore.manifest import StoredItem
 
 __all__ = ["Target", "keeps_every_value", "resolve_targets"]
@@ -81,6 +82,8 @@ def _mismatch(target: Target, metadata: Metadata, casts: str) -> str | None:
     assert tensor is not None
     if tensor.is_meta:
         return f"{target.fqn!r}: the target is on the meta device; give it memory before loading"
+    if is_plain(tensor) and is_freed(tensor):
+        return f"{target.fqn!r}: the target's memory was freed; its storage is smaller than it"
     if tuple(tensor.shape) != tuple(lengths):
         return (
             f"{target.fqn!r}: the plan reads shape {tuple(lengths)} and the target has shape"

@@ -7,6 +7,12 @@ the pool when the store drops it, so memory stays at the pool's size::
     caller    fill slab 0 | fill slab 1 | fill slab 2 | ...        (one copy per byte)
     object 0              | crc 0, put 0 ........... free slab 0
                                         | crc 1, put 1 ........... free slab 1
+
+A part that lies inside one contiguous host tensor is not copied: the store reads the
+tensor's own memory::
+
+    object    [header][ tensor of 40 MiB                 ][header][ ...
+    parts     [ copied     ][ lent         ][ copied             ]
 """
 
 from __future__ import annotations
@@ -14,9 +20,11 @@ from __future__ import annotations
 import io
 import queue
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from time import monotonic, sleep
 from typing import Protocol
 
 import torch
@@ -25,12 +33,14 @@ from dcpstore.budget import Bytes, Cancelled, SlabPool
 from dcpstore.config import WriteConfig
 from dcpstore.errors import CorruptError
 from dcpstore.format.checksum import BlockChecksummer
-from dcpstore.format.copying import copy_bytes_out
+from dcpstore.format.copying import copy_bytes_out, host_payload
 from dcpstore.manifest import DataObject
 from dcpstore.progress import Meter
 from dcpstore.store.base import Buffer, Capabilities, ObjectInfo
 
 __all__ = ["ObjectSink", "ObjectStream", "Uploads"]
+
+_LET_GO_S = 2.0
 
 
 class ObjectSink(Protocol):
@@ -62,16 +72,18 @@ class _Slab:
 
 @dataclass(slots=True)
 class _Part:
-    """A filled slab on its way.
+    """A part on its way.
 
     Attributes:
-        slab: The memory.
+        array: The memory.
+        slab: Where it is from the pool; None where a tensor lent it.
         num_bytes: How much of it is filled.
         checked: Whose payload each stretch of it is.
-        devices: CUDA devices whose queued copies must end before it is read.
+        events: Per CUDA device, the end of queued copies; it must come before a read.
     """
 
-    slab: _Slab
+    array: Bytes
+    slab: _Slab | None
     num_bytes: int = 0
     checked: list[tuple[BlockChecksummer, int, int]] = field(default_factory=list)
     events: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
@@ -84,7 +96,7 @@ class _Part:
         for event in self.events.values():
             event.synchronize()
         for checksummer, start, end in self.checked:
-            checksummer.update(self.slab.array[start:end].data)
+            checksummer.update(self.array[start:end].data)
 
 
 class ObjectStream(io.RawIOBase):
@@ -128,23 +140,30 @@ class ObjectStream(io.RawIOBase):
         while at < len(view):
             part, room = self._room()
             count = min(room, len(view) - at)
-            part.slab.array[part.num_bytes : part.num_bytes + count] = view[at : at + count]
+            part.array[part.num_bytes : part.num_bytes + count] = view[at : at + count]
             part.num_bytes += count
             at += count
         return len(view)
 
     def write_tensor(self, tensor: torch.Tensor) -> None:
-        """Copy a plain tensor's payload into the object, one copy per byte.
+        """Put a plain tensor's payload into the object, with at most one copy per byte.
 
         The payload must start at a multiple of the element size in the object, so that no
-        element is split between two slabs.
+        element is split between two slabs. The tensor must not change before the upload ends.
         """
         total = tensor.numel() * tensor.element_size()
         is_queued = tensor.device.type == "cuda"
+        part_bytes = self._uploads.part_bytes
+        lender = host_payload(tensor) if total >= part_bytes else None
         start = 0
         while start < total:
+            if lender is not None and total - start >= part_bytes and self._is_at_boundary():
+                self._lend(lender[start : start + part_bytes])
+                start += part_bytes
+                continue
             part, room = self._room()
             end = min(total, start + room)
+            assert part.slab is not None
             out = part.slab.tensor[part.num_bytes : part.num_bytes + end - start]
             copy_bytes_out(tensor, start, end, out, non_blocking=is_queued)
             if is_queued and tensor.device not in part.events:
@@ -157,12 +176,23 @@ class ObjectStream(io.RawIOBase):
         self._emit()
         self.parts.put(None)
 
+    def _is_at_boundary(self) -> bool:
+        return self._part is None or self._part.num_bytes == len(self._part.array)
+
+    def _lend(self, array: Bytes) -> None:
+        """Make a whole part of memory that belongs to a tensor."""
+        self._emit()
+        self._uploads.take_place()
+        self._part = _Part(array, None, len(array))
+        self._emit()
+
     def _room(self) -> tuple[_Part, int]:
-        if self._part is not None and self._part.num_bytes == len(self._part.slab.array):
+        if self._is_at_boundary():
             self._emit()
         if self._part is None:
-            self._part = _Part(self._uploads.take_slab())
-        return self._part, len(self._part.slab.array) - self._part.num_bytes
+            slab = self._uploads.take_slab()
+            self._part = _Part(slab.array, slab)
+        return self._part, len(self._part.array) - self._part.num_bytes
 
     def _note_checked(self) -> None:
         if self._checksummer is not None and self._part is not None:
@@ -206,6 +236,7 @@ class Uploads:
         self._executor = ThreadPoolExecutor(config.max_uploads, "dcpstore-upload")
         self._failed = threading.Event()
         self._open: ObjectStream | None = None
+        self._lent: list[weakref.ref[Bytes]] = []
         self._futures: dict[str, Future[DataObject]] = {}
         self.objects: dict[str, DataObject] = {}
         self.num_requests = 0
@@ -231,6 +262,8 @@ class Uploads:
                 self._abort(error)
         finally:
             self._executor.shutdown(wait=True)
+            if error is not None:
+                self._await_lent()
 
     def open(self, key: str) -> ObjectStream:
         """Begin the next object. The one before must be finished."""
@@ -238,6 +271,21 @@ class Uploads:
         self._open = stream
         self._futures[key] = self._executor.submit(self._upload, stream)
         return stream
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of every part but an object's last."""
+        return self._config.part_bytes
+
+    def take_place(self) -> None:
+        """Take a place for a part that needs no slab, waiting for one.
+
+        Raises:
+            Cancelled: If an upload failed meanwhile.
+        """
+        if self._failed.is_set():
+            raise Cancelled
+        self._pool.acquire_place(cancelled=self._failed.is_set)
 
     def take_slab(self) -> _Slab:
         """Take a free slab, waiting for one.
@@ -266,6 +314,12 @@ class Uploads:
             self._open.parts.put(None)
         if isinstance(error, Cancelled):
             self._raise_cause()
+
+    def _await_lent(self) -> None:
+        """Give requests that broke off a moment to let go of the tensors that they read."""
+        end = monotonic() + _LET_GO_S
+        while any(lease() is not None for lease in self._lent) and monotonic() < end:
+            sleep(_LET_GO_S / 100)
 
     def _raise_cause(self) -> None:
         """Wait for all uploads; raise what made the first one fail, not what that cancelled."""
@@ -307,7 +361,9 @@ class Uploads:
             part.wait_and_check()
             num_bytes = part.num_bytes
             sent.num_bytes += num_bytes
-            lease = self._pool.lease(part.slab, part.slab.array[: part.num_bytes])
+            lease = self._pool.lease(part.array[: part.num_bytes], part.slab)
+            if part.slab is None:
+                self._lent.append(weakref.ref(lease))
             view = lease.data
             del lease, part
             yield view

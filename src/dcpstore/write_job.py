@@ -20,7 +20,7 @@ from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.copying import copy_bytes_out
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.record import plan_record
-from dcpstore.format.tensors import encode_opaque, is_plain, to_plain
+from dcpstore.format.tensors import encode_opaque, is_freed, is_plain, to_plain
 from dcpstore.manifest import DataObject, ItemKind, StoredItem
 from dcpstore.planning.pack import plan_objects
 from dcpstore.progress import Meter
@@ -283,7 +283,13 @@ def _check_tensor(item: WriteItem, data: object) -> torch.Tensor:
             f"{item.index.fqn!r} was planned as a chunk of shape {tuple(planned.chunk.sizes)} and"
             f" resolved to shape {tuple(data.shape)}"
         )
-    return to_plain(data)
+    tensor = to_plain(data)
+    if is_plain(tensor) and is_freed(tensor):
+        raise IncompatibleError(
+            f"the memory of {item.index.fqn!r} was freed: its storage is smaller than the tensor."
+            " With FSDP, save the sharded state dict, not parameters outside forward"
+        )
+    return tensor
 
 
 def _payload(tensor: torch.Tensor) -> bytes:

@@ -48,7 +48,7 @@ def test_a_slab_returns_when_its_last_view_dies() -> None:
 
     pool = SlabPool(1, make)
     slab = pool.acquire()
-    lease = pool.lease(slab, slab)
+    lease = pool.lease(slab, slab)  # all of it
     view = memoryview(lease)[2:4]
     del lease
     with pytest.raises(Cancelled):
@@ -64,3 +64,19 @@ def test_a_pool_makes_no_more_slabs_than_told() -> None:
     pool.acquire()
     with pytest.raises(Cancelled):
         pool.acquire(cancelled=lambda: True)
+
+
+def test_a_part_without_a_slab_takes_a_place_and_makes_no_memory() -> None:
+    pool = SlabPool(2, lambda: np.zeros(1, np.uint8))
+    elsewhere = np.zeros(4, np.uint8)
+    pool.acquire_place()
+    pool.acquire_place()
+    for wait in (pool.acquire_place, pool.acquire):
+        with pytest.raises(Cancelled):
+            wait(cancelled=lambda: True)
+    lease = pool.lease(elsewhere)
+    assert np.shares_memory(lease, elsewhere)
+    del lease
+    assert pool.num_made == 0
+    pool.acquire()
+    assert pool.num_made == 1

@@ -29,7 +29,7 @@ from torch.autograd.graph import increment_version
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["as_bytes", "copy_box_in", "copy_bytes_out"]
+__all__ = ["as_bytes", "copy_box_in", "copy_bytes_out", "host_payload"]
 
 _SCRATCH_BYTES = 1 << 20
 
@@ -45,6 +45,40 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError("only a contiguous tensor without lazy bits is its own payload")
     # By way of each element's bytes: a typed view minds the strides of dimensions of size 0 and 1.
     return _each_byte(tensor.detach()).view(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Memory for numpy, and its owner, whom numpy keeps alive."""
+
+    owner: object
+    __array_interface__: dict[str, object]
+
+
+def host_payload(tensor: torch.Tensor) -> npt.NDArray[np.uint8] | None:
+    """Return a host tensor's own memory, read-only, if it is its payload; else None.
+
+    The array keeps the tensor alive, and leaves its storage resizable.
+
+    Raises:
+        ValueError: If the tensor's storage was resized to less than the tensor.
+    """
+    if tensor.device.type != "cpu" or not _is_payload(tensor):
+        return None
+    array = _array_over(as_bytes(tensor))
+    array.flags.writeable = False
+    return array
+
+
+def _array_over(flat: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return the memory of a flat uint8 host tensor.
+
+    ``Tensor.numpy`` forbids to resize the storage ever after; FSDP frees memory that way.
+    """
+    if flat.numel() + flat.storage_offset() > flat.untyped_storage().nbytes():
+        raise ValueError("the tensor's memory was freed: its storage is smaller than the tensor")
+    place = {"data": (flat.data_ptr(), False), "shape": (flat.numel(),), "typestr": "|u1"}
+    return np.asarray(_Memory(flat, {**place, "version": 3}))
 
 
 def _is_payload(tensor: torch.Tensor) -> bool:
@@ -75,7 +109,7 @@ def _copy_on_host(source: npt.NDArray[np.uint8], out: torch.Tensor) -> None:
     copies; they spin while uploads and downloads want the cores. For 1 GiB in parts of
     16 MiB on two busy cores: 0.16 instead of 0.3 to 0.4 CPU s.
     """
-    np.copyto(out.numpy(), source)
+    np.copyto(_array_over(out), source)
     if not out.is_inference():
         increment_version(out)  # as copy_ does, for autograd's check of saved tensors
 
@@ -121,7 +155,7 @@ def copy_bytes_out(
         return
     is_flat = _is_payload(source)
     if is_flat and source.device.type == out.device.type == "cpu":
-        _copy_on_host(as_bytes(source)[start:end].numpy(), out)
+        _copy_on_host(_array_over(as_bytes(source))[start:end], out)
         return
     with _may_write(out):
         if is_flat:
@@ -194,20 +228,12 @@ def _pieces(
 # --- into a tensor -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """A buffer's memory for numpy, marked writable, that keeps the buffer alive.
+def _tensor_over(array: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Return a flat uint8 tensor over an array's memory, read-only or not, without a copy.
 
     Torch warns of read-only buffers, once per process and not silenced thread-safely. We
     only read.
     """
-
-    owner: object
-    __array_interface__: dict[str, object]
-
-
-def _tensor_over(array: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Return a flat uint8 tensor over an array's memory, read-only or not, without a copy."""
     if not array.flags.writeable:
         interface = dict(array.__array_interface__)
         interface["data"] = (interface["data"][0], False)

@@ -14,7 +14,7 @@ from dcpstore.torch_private import wait_async_collective
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["decode_opaque", "encode_opaque", "is_plain", "to_plain"]
+__all__ = ["decode_opaque", "encode_opaque", "is_freed", "is_plain", "to_plain"]
 
 # `nn.Buffer` is a marked `torch.Tensor`, so it needs no entry.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -36,6 +36,19 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and is_plain_dtype(tensor.dtype)
     )
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's storage was resized to less than the tensor.
+
+    FSDP frees unsharded parameters that way; to read or write them would touch memory that
+    belongs to somebody else.
+    """
+    if not tensor.numel():
+        return False
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() < needed
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,147 @@
+"""Parts of an upload: which bytes are copied, which are lent, and what memory is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dcpstore
+from dcpstore import IncompatibleError, StoreError, WriteConfig
+from dcpstore.format.checksum import BlockChecksummer
+from dcpstore.store.base import Capabilities, ObjectInfo
+from dcpstore.upload import Uploads
+
+MIB = 1 << 20
+PART = 5 * MIB
+
+
+class Sink:
+    """Keeps what it was sent and where in memory that lay.
+
+    Args:
+        max_parts: Fail after so many parts of an object.
+    """
+
+    capabilities = Capabilities(
+        atomic_create=True, compare_and_swap=True, parallel_parts=True, acknowledges_puts=True
+    )
+
+    def __init__(self, max_parts: int = 1000) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.addresses: list[int] = []
+        self._max_parts = max_parts
+
+    def head(self, key: str) -> ObjectInfo:
+        raise AssertionError("puts are acknowledged")
+
+    def put(self, key: str, data: Any) -> str:
+        self.objects[key] = self._take(data)
+        return "etag"
+
+    def put_parts(
+        self, key: str, parts: Iterable[Any], *, part_bytes: int, max_concurrency: int
+    ) -> str:
+        held = []
+        for number, part in enumerate(parts):
+            if number == self._max_parts:
+                raise StoreError("enough", key=key)
+            held.append(self._take(part))
+        self.objects[key] = b"".join(held)
+        return "etag"
+
+    def _take(self, data: Any) -> bytes:
+        self.addresses.append(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+        return bytes(data)
+
+
+def config(num_parts: int = 8) -> WriteConfig:
+    return WriteConfig(part_bytes=PART, budget_bytes=num_parts * PART)
+
+
+def upload(sink: Sink, tensors: list[torch.Tensor], **options: Any) -> Uploads:
+    with Uploads(sink, config(**options), pin=False) as uploads:
+        stream = uploads.open("object")
+        for tensor in tensors:
+            stream.write(b"h" * 64)
+            stream.write_tensor(tensor)
+        stream.finish()
+    return uploads
+
+
+def is_lent(address: int, tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes
+
+
+def test_whole_parts_of_a_host_tensor_are_lent_and_the_rest_is_copied() -> None:
+    sink, tensor = Sink(), torch.randint(0, 256, (3 * PART,), dtype=torch.uint8)
+    uploads = upload(sink, [tensor])
+    assert sink.objects["object"] == b"h" * 64 + tensor.numpy().tobytes()
+    assert [is_lent(one, tensor) for one in sink.addresses] == [False, True, True, False]
+    assert uploads.peak_bytes <= 2 * PART, "memory was made for parts that were lent"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda whole: whole.view(torch.bfloat16).reshape(-1, 1024),
+        lambda whole: whole.view(-1, 4096)[:, :4095],
+        lambda whole: whole.view(torch.float32).reshape(1024, -1).t(),
+        lambda whole: whole.view(torch.complex64).conj(),
+        lambda whole: whole[7 : 2 * PART + 8],
+    ],
+    ids=["another dtype", "with gaps", "transposed", "conjugate", "inside a larger storage"],
+)
+def test_tensors_of_any_form_are_stored_right(make: Any) -> None:
+    sink = Sink()
+    tensor = make(torch.randint(0, 128, (3 * PART,), dtype=torch.uint8))
+    upload(sink, [tensor, tensor])
+    plain = tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    assert sink.objects["object"] == 2 * (b"h" * 64 + plain)
+
+
+def test_lent_parts_are_checksummed_like_copied_ones() -> None:
+    tensor = torch.randint(0, 256, (3 * PART + 4096,), dtype=torch.uint8)
+    checksummer, expected = BlockChecksummer(4096), BlockChecksummer(4096)
+    with Uploads(Sink(), config(), pin=False) as uploads:
+        stream = uploads.open("object")
+        stream.write(b"h" * 4096)
+        stream.begin_checked(checksummer)
+        stream.write_tensor(tensor)
+        stream.end_checked()
+        stream.write(b"t" * 100)
+        stream.finish()
+    expected.update(tensor.numpy().data)
+    assert checksummer.finish().tolist() == expected.finish().tolist()
+
+
+def test_a_failed_upload_ends_although_parts_were_lent() -> None:
+    tensor = torch.zeros(6 * PART, dtype=torch.uint8)
+    with pytest.raises(StoreError, match="enough"):
+        upload(Sink(max_parts=2), [tensor], num_parts=2)
+
+
+def test_saving_and_loading_leave_storages_resizable(tmp_path) -> None:
+    state = {"w": torch.ones(2 * 4 * MIB), "small": torch.ones(10)}
+    dcpstore.save(state, tmp_path / "c", config=config())
+    target = {"w": torch.zeros(2 * 4 * MIB), "small": torch.zeros(10)}
+    dcpstore.load(target, tmp_path / "c")
+    assert target["w"].sum() == 2 * 4 * MIB
+    for tensor in [*state.values(), *target.values()]:
+        tensor.untyped_storage().resize_(0)  # what FSDP does to free a parameter
+
+
+def test_a_tensor_without_memory_is_named_and_nothing_is_read_or_written(tmp_path) -> None:
+    state = {"fine": torch.ones(3), "model": {"gone": torch.ones(1000)}}
+    dcpstore.save(state, tmp_path / "good")
+    state["model"]["gone"].untyped_storage().resize_(0)
+    with pytest.raises(IncompatibleError, match=r"'model\.gone' was freed"):
+        dcpstore.save(state, tmp_path / "c")
+    assert not list(tmp_path.glob("c/*"))
+    state["fine"].fill_(-1)
+    with pytest.raises(IncompatibleError, match=r"'model\.gone': the target's memory was freed"):
+        dcpstore.load(state, tmp_path / "good")
+    assert (state["fine"] == -1).all()
