@@ -32,6 +32,7 @@ from dcpstore.errors import (
 
 if TYPE_CHECKING:
     from dcpstore.loading import load
+    from dcpstore.optimizer import load_sharded_optimizer_state_dict
     from dcpstore.planners import LoadPlanner, SavePlanner
     from dcpstore.reader import ObjectStoreReader
     from dcpstore.reading import Checkpoint, open_checkpoint, read_tensor
@@ -60,6 +61,7 @@ __all__ = [
     "StoreError",
     "WriteConfig",
     "load",
+    "load_sharded_optimizer_state_dict",
     "open_checkpoint",
     "read_tensor",
     "save",
@@ -76,6 +78,7 @@ _LAZY = {
     "SavePlanner": "dcpstore.planners",
     "SaveResult": "dcpstore.report",
     "load": "dcpstore.loading",
+    "load_sharded_optimizer_state_dict": "dcpstore.optimizer",
     "open_checkpoint": "dcpstore.reading",
     "read_tensor": "dcpstore.reading",
     "save": "dcpstore.saving",

@@ -1,0 +1,7 @@
+"""Optimizer state in the model's layout, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from dcpstore.optimizer.sharded import LoadedOptimizerState, load_sharded_optimizer_state_dict
+
+__all__ = ["LoadedOptimizerState", "load_sharded_optimizer_state_dict"]
