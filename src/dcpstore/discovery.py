@@ -12,36 +12,25 @@ A rank's own ``__{rank}.metadata`` (``use_collectives=False``) is read when DCP 
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import crc32c
-import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from dcpstore.commit import Seal, read_seal
 from dcpstore.config import ReadConfig
-from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError, StoreError
-from dcpstore.format.dtypes import dtype_from_name
+from dcpstore.errors import CorruptError, NotFoundError, StoreError
 from dcpstore.format.safetensors import LENGTH_BYTES, TensorInFile, header_length, parse_header
-from dcpstore.keys import check_relative, metadata_key, save_id_of
-from dcpstore.manifest import StoredItem, decode, has_other_planner_data
-from dcpstore.metadata import metadata_from_manifest, stock_items
+from dcpstore.keys import check_relative, metadata_key
+from dcpstore.manifest import has_other_planner_data
 from dcpstore.store.base import Store
-from dcpstore.trust import load_metadata_pickle
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = ["INDEX_FILE", "Discovered", "discover", "read_file_header", "safetensors_files"]
 
@@ -76,37 +65,15 @@ class Discovered:
         Raises:
             CorruptError: If it is damaged, or a pickle that names more than data.
         """
+        # Here, since what lies in a folder can be told without waiting for torch.
+        from dcpstore.torch_metadata import metadata_of_files, open_ours, open_stock
+
         if self.files is not None:
-            return _metadata_of_files(self.url, self.files)
-        if self.manifest is None:
-            assert self.pickled is not None
-            return _open_stock(self.pickled, self.key, config)
-        with _collector_paused():
-            manifest = decode(self.manifest)
-            metadata = metadata_from_manifest(manifest)
-        if self.pickled is not None:
-            stock = load_metadata_pickle(
-                self.pickled, key=self.key, allow_pickle=config.allow_pickle
-            )
-            metadata.planner_data = stock.planner_data
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.url, save_id=manifest.save_id)
-        return metadata
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Build many objects that all stay alive, without looking among them for garbage.
-
-    For 20,000 tensors the collector took two thirds of the 0.57 CPU s that their metadata
-    cost. Any thread: whoever saw the collector on turns it on again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+            return metadata_of_files(self.url, self.files)
+        if self.manifest is not None:
+            return open_ours(self.url, self.key, self.manifest, self.pickled, config)
+        assert self.pickled is not None
+        return open_stock(self.pickled, self.key, config)
 
 
 def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Discovered:
@@ -193,23 +160,6 @@ def _read_manifest(store: Store, seal: Seal) -> bytes:
     return bytes(data)
 
 
-def _open_stock(data: bytes, key: str, config: ReadConfig) -> Metadata:
-    metadata = load_metadata_pickle(data, key=key, allow_pickle=config.allow_pickle)
-    if not isinstance(metadata, Metadata):
-        raise CorruptError(f"{key} holds a {type(metadata).__name__}, not DCP metadata", key=key)
-    metadata.storage_data = items = stock_items(metadata)
-    if config.verify and any(save_id_of(item.key) for item in items.values()):
-        raise CorruptError(
-            f"{key} was written by dcpstore and has lost the footer that leads to its checksums:"
-            " it was cut short, or another tool rewrote it. Save again, or load it unverified with"
-            " ReadConfig(verify=False)",
-            key=key,
-        )
-    if getattr(metadata, "storage_meta", None) is None:
-        metadata.storage_meta = StorageMeta()
-    return metadata
-
-
 def _read_safetensors(store: Store, config: ReadConfig) -> dict[str, list[TensorInFile]] | None:
     files = safetensors_files(store)
     if not files:
@@ -217,15 +167,6 @@ def _read_safetensors(store: Store, config: ReadConfig) -> dict[str, list[Tensor
     with ThreadPoolExecutor(min(config.max_requests, len(files))) as executor:
         found = executor.map(lambda key: read_file_header(store, key), files)
         return dict(zip(files, found, strict=True))
-
-
-def _metadata_of_files(url: str, files: Mapping[str, Sequence[TensorInFile]]) -> Metadata:
-    entries: dict[str, Any] = {}
-    storage: dict[MetadataIndex, StoredItem] = {}
-    for key, tensors in files.items():
-        for tensor in tensors:
-            _add_tensor(entries, storage, key, tensor)
-    return Metadata(entries, storage_data=storage, storage_meta=StorageMeta(url))
 
 
 def safetensors_files(store: Store) -> Sequence[str]:
@@ -266,32 +207,3 @@ def read_file_header(store: Store, key: str) -> list[TensorInFile]:
     """
     length = header_length(store.get_range(key, 0, LENGTH_BYTES), key)
     return parse_header(store.get_range(key, LENGTH_BYTES, LENGTH_BYTES + length), key)
-
-
-def _add_tensor(
-    entries: dict[str, Any],
-    storage: dict[MetadataIndex, StoredItem],
-    key: str,
-    tensor: TensorInFile,
-) -> None:
-    dtype = dtype_from_name(tensor.dtype)
-    chunk = ChunkStorageMetadata(torch.Size(tensor.offsets), torch.Size(tensor.sizes))
-    ends = [offset + size for offset, size in zip(tensor.offsets, tensor.sizes, strict=True)]
-    known = entries.get(tensor.fqn)
-    if known is None:
-        known = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(ends), [])
-        entries[tensor.fqn] = known
-    elif known.properties.dtype != dtype or len(known.size) != len(ends):
-        raise IncompatibleError(
-            f"{key}: {tensor.fqn!r} has another dtype or rank than its shards in other files"
-        )
-    known.size = torch.Size([max(a, b) for a, b in zip(known.size, ends, strict=True)])
-    known.chunks.append(chunk)
-    storage[MetadataIndex(tensor.fqn, tensor.offsets, len(known.chunks) - 1)] = StoredItem(
-        key=key,
-        record=tensor.payload,
-        kind="raw",
-        payload=tensor.payload,
-        dtype=tensor.dtype,
-        sizes=tensor.sizes,
-    )
