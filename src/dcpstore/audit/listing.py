@@ -27,7 +27,7 @@ from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.keys import METADATA_KEY, save_id_of
 from dcpstore.store.base import ObjectInfo, Store
 
-__all__ = ["Layout", "ListedCheckpoint", "Listing", "list_checkpoints"]
+__all__ = ["Layout", "ListedCheckpoint", "Listing", "list_checkpoints", "natural_order"]
 
 Layout: TypeAlias = Literal["dcpstore", "dcp", "safetensors"]
 
@@ -156,7 +156,7 @@ def _group(url: str, objects: Iterable[ObjectInfo]) -> Listing:
         _describe(url, name, layout, folders[name], members[name])
         for name, layout in layouts.items()
     ]
-    return Listing(url, tuple(sorted(checkpoints, key=_natural)), num_other)
+    return Listing(url, tuple(sorted(checkpoints, key=lambda one: natural_order(one.name))), num_other)
 
 
 def _parents(folder: str) -> Iterator[str]:
@@ -229,7 +229,7 @@ def _step_of(name: str) -> int | None:
     return None
 
 
-def _natural(checkpoint: ListedCheckpoint) -> tuple[tuple[str, int], ...]:
+def natural_order(name: str) -> tuple[tuple[str, int], ...]:
     """Return a sort key by which step-9 comes before step-10."""
-    parts = _NUMBER.split(checkpoint.name)
+    parts = _NUMBER.split(name)
     return tuple(("", int(part)) if at % 2 else (part, 0) for at, part in enumerate(parts))

@@ -1,0 +1,41 @@
+"""How results of audits print: a title, aligned rows, sizes and ages for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["age_text", "count_text", "size_text", "table"]
+
+_AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def size_text(num_bytes: float) -> str:
+    """Write a number of bytes: ``"1.5 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def age_text(age_s: float | None) -> str:
+    """Write an age in its largest unit: ``"3 d"``; a negative one lies in the future."""
+    if age_s is None:
+        return "unknown"
+    if age_s < 0:
+        return f"-{age_text(-age_s)}"
+    for unit_s, unit in _AGES:
+        if age_s >= unit_s:
+            return f"{age_s / unit_s:.0f} {unit}"
+    return "0 s"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Write a number with its noun: ``"1 object"``, ``"2 objects"``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def table(title: str, rows: Mapping[str, str]) -> str:
+    """Write a title and one aligned line per row."""
+    width = max(map(len, rows), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])

@@ -1,0 +1,315 @@
+"""Checkpoints with DCP's metadata, ours and stock ones: objects, chunks, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import chain
+from math import prod
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcpstore.audit.blocks import check_inline, cut_record, name_of
+from dcpstore.audit.findings import Finding
+from dcpstore.audit.inventory import Inventory
+from dcpstore.audit.printing import count_text, size_text
+from dcpstore.audit.scan import Piece, Scanner
+from dcpstore.audit.zip_records import Coverage, Expected
+from dcpstore.audit.zip_scan import ZipScan
+from dcpstore.config import ReadConfig
+from dcpstore.discovery import Discovered
+from dcpstore.errors import CorruptError
+from dcpstore.format.dtypes import dtype_name
+from dcpstore.keys import manifest_key
+from dcpstore.manifest import DataObject, ItemId, Manifest, StoredItem, decode
+from dcpstore.metadata import expected_items, item_id, metadata_from_manifest
+from dcpstore.ranges import ByteRange
+from dcpstore.store.base import Store
+
+__all__ = ["SealedContents", "open_sealed"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sealed:
+    """One metadata object and what it names.
+
+    Attributes:
+        key: The metadata object.
+        metadata: Of the state dict.
+        items: Where everything lies.
+        manifest: Of a checkpoint of ours; None for a stock one.
+    """
+
+    key: str
+    metadata: Metadata
+    items: Mapping[ItemId, StoredItem]
+    manifest: Manifest | None
+
+
+def open_sealed(discovered: Discovered, config: ReadConfig) -> Sealed:
+    """Open metadata that were read.
+
+    Raises:
+        CorruptError: If they are damaged, or a pickle that names more than data.
+        IncompatibleError: If a newer dcpstore wrote them.
+    """
+    if discovered.manifest is None:
+        metadata, items = _open_stock(discovered, config)
+        return Sealed(discovered.key, metadata, items, None)
+    manifest = decode(discovered.manifest)
+    return Sealed(discovered.key, metadata_from_manifest(manifest), manifest.items, manifest)
+
+
+def _open_stock(
+    discovered: Discovered, config: ReadConfig
+) -> tuple[Metadata, dict[ItemId, StoredItem]]:
+    """Unpickle; a damaged pickle may make objects that lack what they must have."""
+    try:
+        metadata = discovered.open(config)
+        items = {item_id(index): item for index, item in metadata.storage_data.items()}
+        for _ in chain(
+            _shapes(metadata), expected_items(metadata), _compare_chunks(metadata, items)
+        ):
+            pass
+    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise CorruptError(
+            f"{discovered.key} holds damaged metadata: {error!r}", key=discovered.key
+        ) from error
+    return metadata, items
+
+
+class SealedContents:
+    """What the metadata of one folder name: usually one object, or one per rank.
+
+    Args:
+        seals: The metadata objects, opened.
+        config: Size of requests.
+    """
+
+    def __init__(self, seals: Sequence[Sealed], config: ReadConfig) -> None:
+        self._seals = seals
+        self._config = config
+        self._objects: dict[str, DataObject] = {}
+        for seal in seals:
+            if seal.manifest is not None:
+                self._objects.update((one.key, one) for one in seal.manifest.objects)
+        self._by_key: dict[str, list[tuple[ItemId, StoredItem]]] = {}
+        for seal in seals:
+            for one, item in seal.items.items():
+                self._by_key.setdefault(item.key, []).append((one, item))
+        for found in self._by_key.values():
+            found.sort(key=lambda pair: pair[1].record)
+        self._shapes = dict(chain.from_iterable(_shapes(seal.metadata) for seal in seals))
+        self._coverage = Coverage()
+        self._num_transformed = 0
+        self._unclaimed_bytes = 0
+        self._changed_marks: list[str] = []
+        self._newer: list[str] = []
+
+    @property
+    def layout(self) -> str:
+        """Ours if any of the metadata objects is."""
+        return "dcpstore" if any(seal.manifest is not None for seal in self._seals) else "dcp"
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of the state dict."""
+        return len(set().union(*(seal.metadata.state_dict_metadata for seal in self._seals)))
+
+    @property
+    def num_items(self) -> int:
+        """Stored chunks and values."""
+        return sum(len(seal.items) for seal in self._seals)
+
+    @property
+    def data_keys(self) -> frozenset[str]:
+        """Objects that must be there, the metadata left out."""
+        return frozenset(self._by_key.keys() | self._objects.keys())
+
+    @property
+    def metadata_keys(self) -> frozenset[str]:
+        """The metadata objects and the manifests."""
+        manifests = (one.manifest for one in self._seals if one.manifest is not None)
+        return frozenset(
+            [*(one.key for one in self._seals), *(manifest_key(one.save_id) for one in manifests)]
+        )
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes compared so far with a checksum or with what they must be."""
+        return self._coverage.checked_bytes
+
+    def examine(self, store: Store, inventory: Inventory, scanner: Scanner) -> Iterator[Finding]:
+        """Compare everything with the metadata; yield what is wrong, in no order."""
+        for seal in self._seals:
+            yield from _compare_chunks(seal.metadata, seal.items)
+            if seal.manifest is not None:
+                for one, item in seal.items.items():
+                    yield from check_inline(one, item, manifest_key(seal.manifest.save_id))
+        for key in sorted(self.data_keys):
+            yield from self._compare_object(key, inventory)
+        zips = ZipScan(store, self._config, self._coverage)
+        yield from scanner.run(chain(self._blocks(inventory), zips.pieces(self._zips(inventory))))
+        yield from zips.verdicts(scanner)
+
+    # --- objects ---------------------------------------------------------------------
+
+    def _compare_object(self, key: str, inventory: Inventory) -> Iterator[Finding]:
+        info, expected = inventory.objects.get(key), self._objects.get(key)
+        items = self._by_key.get(key, [])
+        if info is None:
+            yield _absence(key, items, inventory)
+            return
+        needed_bytes = max((item.record.end for _, item in items), default=0)
+        size_bytes = max(needed_bytes, expected.size_bytes if expected else 0)
+        if info.size_bytes < size_bytes:
+            yield from _truncations(key, items, info.size_bytes, size_bytes)
+        elif info.size_bytes > size_bytes:
+            extra = ByteRange(size_bytes, info.size_bytes)
+            if expected is not None:
+                message = f"it has {info.size_bytes} bytes, {size_bytes} were saved"
+                yield Finding("resized", message, key, span=extra)
+            else:
+                self._unclaimed_bytes += extra.num_bytes
+        self._note_marks(key, inventory)
+
+    def _note_marks(self, key: str, inventory: Inventory) -> None:
+        """Another ETag or time means a copy or a replacement, which its bytes may survive."""
+        info, expected = inventory.objects[key], self._objects.get(key)
+        if expected is not None:
+            if None not in (info.etag, expected.etag) and info.etag != expected.etag:
+                self._changed_marks.append(key)
+            return
+        sealed_at = _time_of([seal.key for seal in self._seals], inventory)
+        if sealed_at is not None and info.modified is not None and info.modified > sealed_at:
+            self._newer.append(key)
+
+    # --- bytes -----------------------------------------------------------------------
+
+    def _blocks(self, inventory: Inventory) -> Iterator[Piece]:
+        for one, item, size_bytes in self._present(inventory):
+            if item.checksums is None:
+                continue
+            for piece in cut_record(
+                one, item, size_bytes=size_bytes, request_bytes=self._config.request_bytes
+            ):
+                self._coverage.count(checked=piece.span.num_bytes)
+                yield piece
+
+    def _zips(self, inventory: Inventory) -> Iterator[Expected]:
+        for one, item, size_bytes in self._present(inventory):
+            if item.checksums is not None:
+                continue
+            if item.transforms:
+                self._num_transformed += 1
+                self._coverage.count(unchecked=item.record.num_bytes)
+            elif item.record.end <= size_bytes:
+                yield self._expected(one, item)
+
+    def _present(self, inventory: Inventory) -> Iterator[tuple[ItemId, StoredItem, int]]:
+        for key, items in sorted(self._by_key.items()):
+            info = inventory.objects.get(key)
+            if info is not None:
+                for one, item in items:
+                    yield one, item, info.size_bytes
+
+    def _expected(self, one: ItemId, item: StoredItem) -> Expected:
+        dtype, sizes = self._shapes.get(one, ("", None))
+        return Expected(item.key, item.record, name_of(one), dtype, sizes)
+
+    # --- notes -----------------------------------------------------------------------
+
+    def notes(self) -> Iterator[str]:
+        """Yield what was not checked and why, and what is unusual."""
+        coverage = self._coverage
+        if self.layout == "dcp":
+            yield (
+                "a stock checkpoint has no manifest: contents were compared with the zip CRC32 of"
+                " each record, headers with the record's own directory. The metadata and padding"
+                " inside records have no checksum"
+            )
+        if coverage.unchecked_bytes:
+            yield f"not checked: {size_text(coverage.unchecked_bytes)} that have no checksum"
+        if self._num_transformed:
+            yield (
+                f"not checked: {count_text(self._num_transformed, 'record')} that a stream"
+                " extension transformed"
+            )
+        if coverage.num_opaque:
+            yield f"not checked: {count_text(coverage.num_opaque, 'value')} in a form of its own"
+        if self._unclaimed_bytes:
+            yield f"not checked: {size_text(self._unclaimed_bytes)} that no item refers to"
+        if self._changed_marks:
+            yield (
+                f"{count_text(len(self._changed_marks), 'object')}, such as"
+                f" {self._changed_marks[0]}, have another ETag than when they were saved: they were"
+                " copied or put again since. Their contents were compared as any other's"
+            )
+        if self._newer:
+            yield (
+                f"{count_text(len(self._newer), 'object')}, such as {self._newer[0]}, are newer"
+                " than the metadata. A stock save that was interrupted while it overwrote this"
+                " checkpoint leaves such a mix of two steps, and so may a copy in another order"
+            )
+
+
+def _time_of(keys: Iterable[str], inventory: Inventory) -> datetime | None:
+    """Return when the last of some objects was put, where that is known."""
+    found = (inventory.objects.get(key) for key in keys)
+    times = [info.modified for info in found if info is not None and info.modified is not None]
+    return max(times, default=None)
+
+
+def _absence(key: str, items: Sequence[tuple[ItemId, StoredItem]], inventory: Inventory) -> Finding:
+    names = [name_of(one) for one, _ in items]
+    if key in inventory.refused:
+        return Finding("unreadable", str(inventory.refused[key]), key)
+    held = f"it held {count_text(len(names), 'item')}"
+    shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+    return Finding("missing", f"{held}: {shown}" if names else "it held no item", key)
+
+
+def _truncations(
+    key: str, items: Sequence[tuple[ItemId, StoredItem]], size_bytes: int, expected_bytes: int
+) -> Iterator[Finding]:
+    message = f"the object ends at byte {size_bytes} of {expected_bytes}"
+    at = size_bytes
+    for one, item in items:
+        if item.record.end > size_bytes:
+            lost = ByteRange(max(item.record.start, size_bytes), item.record.end)
+            at = max(at, lost.end)
+            yield Finding("truncated", message, key, name_of(one), lost)
+    if at < expected_bytes:
+        yield Finding("truncated", message, key, span=ByteRange(at, expected_bytes))
+
+
+def _compare_chunks(metadata: Metadata, items: Mapping[ItemId, StoredItem]) -> Iterator[Finding]:
+    """Look for chunks that are not stored, and for tensors that their chunks do not fill."""
+    for one in expected_items(metadata):
+        if one not in items:
+            yield Finding("incomplete", "the metadata do not say where it lies", fqn=name_of(one))
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        stored, whole = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.size)
+        repeated = [
+            at for at, times in Counter(c.offsets for c in entry.chunks).items() if times > 1
+        ]
+        outside = any(
+            offset + size > limit
+            for chunk in entry.chunks
+            for offset, size, limit in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        )
+        if stored != whole or (repeated and whole) or outside:
+            message = f"its chunks hold {stored} of {whole} elements"
+            yield Finding("incomplete", message + (", some twice" if repeated else ""), fqn=fqn)
+
+
+def _shapes(metadata: Metadata) -> Iterator[tuple[ItemId, tuple[str, tuple[int, ...]]]]:
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = dtype_name(entry.properties.dtype)
+            for chunk in entry.chunks:
+                yield ItemId(fqn, tuple(chunk.offsets)), (dtype, tuple(chunk.sizes))

@@ -1,0 +1,223 @@
+"""Whether what lies in a checkpoint's folder is what was saved: every object, every block.
+
+1. read the metadata; what is damaged there is a finding like any other
+2. list the folder (or look each object up, where listing is refused); compare sizes
+3. compare chunks with their tensors
+4. read every byte that has a checksum, once, with many requests in flight
+5. read the metadata again if something was gone: another save may have replaced it all
+
+Kinds of checkpoints differ in what they let us check:
+
+===========  ==========================================================================
+dcpstore     CRC32C per block of every payload, and the bytes around it: every byte
+stock DCP    zip's CRC32 of every member of every record. Not covered: records that a stream
+             extension transformed, values that are no zip archive, records saved with
+             ``set_crc32_options(False)``
+safetensors  headers, sizes and index; values have no checksum in that format
+===========  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from dcpstore.audit.contents import Contents
+from dcpstore.audit.findings import Finding, in_order
+from dcpstore.audit.inventory import Inventory, take_inventory
+from dcpstore.audit.opening import open_contents
+from dcpstore.audit.printing import count_text, size_text, table
+from dcpstore.audit.scan import Scanner
+from dcpstore.config import ReadConfig
+from dcpstore.errors import ConflictError
+from dcpstore.folder import Folder
+from dcpstore.keys import save_id_of
+from dcpstore.progress import ProgressCallback, show_progress
+from dcpstore.store.base import ObjectInfo, Store
+from dcpstore.store.opening import open_store
+
+__all__ = ["Verification", "verify_checkpoint"]
+
+_MAX_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What `verify_checkpoint` found.
+
+    Attributes:
+        url: Of the checkpoint.
+        layout: ``"dcpstore"``, ``"dcp"`` (a stock writer's) or ``"safetensors"``.
+        findings: Everything that is wrong, by object and place. Empty for a sound checkpoint.
+        leftovers: Objects of saves of ours that were never sealed, or were replaced. They
+            cost storage and harm nobody.
+        others: Objects in the folder that the checkpoint does not refer to and dcpstore did
+            not write.
+        notes: What was not checked and why, and what is unusual; for people.
+        num_keys: Keys of the state dict.
+        num_items: Stored chunks and values.
+        num_objects: Objects that the checkpoint refers to.
+        checked_bytes: Bytes compared with a checksum or with what they must be.
+        fetched_bytes: Bytes asked of the store.
+        num_requests: Ranged GETs, retries not counted.
+        peak_bytes: Most fetched bytes held at a time.
+        elapsed_s: Seconds the whole took.
+    """
+
+    url: str
+    layout: str
+    findings: tuple[Finding, ...]
+    leftovers: tuple[ObjectInfo, ...] = ()
+    others: tuple[ObjectInfo, ...] = ()
+    notes: tuple[str, ...] = ()
+    num_keys: int = 0
+    num_items: int = 0
+    num_objects: int = 0
+    checked_bytes: int = 0
+    fetched_bytes: int = 0
+    num_requests: int = 0
+    peak_bytes: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong, as far as could be checked."""
+        return not self.findings
+
+    def summary(self) -> str:
+        """Describe everything but the findings, in a few lines."""
+        rate = size_text(self.fetched_bytes / self.elapsed_s) if self.elapsed_s else "0 B"
+        found = count_text(len(self.findings), "finding")
+        return "\n".join(
+            [
+                table(
+                    f"{self.url}: " + ("sound" if self.is_sound else f"DAMAGED, {found}"),
+                    {
+                        "layout": self.layout,
+                        "keys, items, objects": f"{self.num_keys:,}, {self.num_items:,},"
+                        f" {self.num_objects:,}",
+                        "checked": size_text(self.checked_bytes),
+                        "read": f"{size_text(self.fetched_bytes)} in"
+                        f" {count_text(self.num_requests, 'request')}, {self.elapsed_s:.1f} s,"
+                        f" {rate}/s",
+                        **self._extra_rows(),
+                    },
+                ),
+                *(f"  note: {note}" for note in self.notes),
+            ]
+        )
+
+    def __str__(self) -> str:
+        lines = [self.summary(), *map(str, self.findings[:_MAX_SHOWN])]
+        if len(self.findings) > _MAX_SHOWN:
+            lines.append(f"and {len(self.findings) - _MAX_SHOWN:,} more, see `findings`")
+        return "\n".join(lines)
+
+    def _extra_rows(self) -> dict[str, str]:
+        return {
+            name: f"{count_text(len(found), 'object')}, {size_text(_total(found))}"
+            for name, found in (("leftovers", self.leftovers), ("others", self.others))
+            if found
+        }
+
+
+def _total(objects: tuple[ObjectInfo, ...]) -> int:
+    return sum(info.size_bytes for info in objects)
+
+
+def verify_checkpoint(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    config: ReadConfig | None = None,
+    progress: ProgressCallback | bool | None = False,
+    store_opener: Callable[..., Store] = open_store,
+) -> Verification:
+    """Compare everything in a checkpoint's folder with its metadata. Changes nothing.
+
+    Reads all data once, with the concurrency and within the byte budget of ``config``.
+    Single process; any number of them may verify at the same time.
+
+    Args:
+        url: Folder of the checkpoint, by any writer.
+        storage_options: fsspec's options for its protocol.
+        config: Requests in flight, byte budget, retries, trust.
+        progress: As for `dcpstore.load`.
+        store_opener: Opens the store, for tests.
+
+    Raises:
+        NotFoundError: If there is no checkpoint.
+        ConflictError: If another save replaced the checkpoint meanwhile.
+        IncompatibleError: If a newer dcpstore wrote it.
+        StoreError: If the store refuses the metadata, or fails for good.
+    """
+    config = config or ReadConfig()
+    began = monotonic()
+    folder = Folder(url, storage_options, config, store_opener)
+    try:
+        with show_progress("verify", progress, is_coordinator=True) as meter:
+            store = folder.open()
+            opened = open_contents(store, config)
+            contents = opened.contents
+            needed = contents.data_keys | contents.metadata_keys
+            inventory = take_inventory(store, needed, max_requests=config.max_requests)
+            meter.expect(_expected_bytes(contents, inventory))
+            scanner = Scanner(store, config, meter)
+            findings = [*opened.findings, *contents.examine(store, inventory, scanner)]
+            if any(one.kind == "missing" for one in findings):
+                _reject_replaced(store, contents, config)
+    finally:
+        folder.close()
+    leftovers, others = _unreferenced(inventory, needed)
+    return Verification(
+        url=folder.url,
+        layout=contents.layout,
+        findings=in_order(findings),
+        leftovers=leftovers,
+        others=others,
+        notes=(*_listing_notes(inventory), *contents.notes()),
+        num_keys=contents.num_keys,
+        num_items=contents.num_items,
+        num_objects=len(contents.data_keys),
+        checked_bytes=contents.checked_bytes,
+        fetched_bytes=scanner.stats.fetched_bytes,
+        num_requests=scanner.stats.num_requests,
+        peak_bytes=scanner.stats.peak_bytes,
+        elapsed_s=monotonic() - began,
+    )
+
+
+def _expected_bytes(contents: Contents, inventory: Inventory) -> int:
+    if contents.layout == "safetensors":
+        return 0
+    found = (inventory.objects.get(key) for key in contents.data_keys)
+    return sum(info.size_bytes for info in found if info is not None)
+
+
+def _reject_replaced(store: Store, contents: Contents, config: ReadConfig) -> None:
+    """Tell an object that was lost from one that an overwrite swept while we looked."""
+    now = open_contents(store, config).contents
+    if now.metadata_keys != contents.metadata_keys or now.data_keys != contents.data_keys:
+        raise ConflictError(
+            f"{store.url}: another save replaced the checkpoint while it was being verified;"
+            " verify again"
+        )
+
+
+def _unreferenced(
+    inventory: Inventory, needed: frozenset[str]
+) -> tuple[tuple[ObjectInfo, ...], tuple[ObjectInfo, ...]]:
+    extra = [info for key, info in sorted(inventory.objects.items()) if key not in needed]
+    ours = tuple(info for info in extra if save_id_of(info.key) is not None)
+    return ours, tuple(info for info in extra if save_id_of(info.key) is None)
+
+
+def _listing_notes(inventory: Inventory) -> Iterator[str]:
+    if not inventory.is_listed:
+        yield (
+            "the store does not let these credentials list: each object was looked up by itself,"
+            " and leftovers could not be seen"
+        )
