@@ -149,12 +149,14 @@ class ObjectStream(io.RawIOBase):
         """Put a plain tensor's payload into the object, with at most one copy per byte.
 
         The payload must start at a multiple of the element size in the object, so that no
-        element is split between two slabs. The tensor must not change before the upload ends.
+        element is split between two slabs. Unless the uploads were told to lend nothing, the
+        tensor must not change before they end.
         """
         total = tensor.numel() * tensor.element_size()
         is_queued = tensor.device.type == "cuda"
         part_bytes = self._uploads.part_bytes
-        lender = host_payload(tensor) if total >= part_bytes else None
+        may_lend = self._uploads.lends and total >= part_bytes
+        lender = host_payload(tensor) if may_lend else None
         start = 0
         while start < total:
             if lender is not None and total - start >= part_bytes and self._is_at_boundary():
@@ -222,12 +224,21 @@ class Uploads:
         config: Sizes and bounds.
         pin: Allocate page-locked slabs, for copies from a CUDA device.
         meter: Counts the bytes handed to the store.
+        lends: Whether the store may read tensors' own memory until the uploads end; not for
+            callers that fill the same memory again.
     """
 
     def __init__(
-        self, store: ObjectSink, config: WriteConfig, *, pin: bool, meter: Meter | None = None
+        self,
+        store: ObjectSink,
+        config: WriteConfig,
+        *,
+        pin: bool,
+        meter: Meter | None = None,
+        lends: bool = True,
     ) -> None:
         self._store = store
+        self.lends = lends
         self._meter = meter or Meter("save")
         self._config = config
         self._pin = pin

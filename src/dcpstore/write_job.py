@@ -105,7 +105,11 @@ class WriteJob:
         drafts: list[_Draft] = []
         sizes = [_expected_bytes(item) for item in items]
         uploads = Uploads(
-            self._store, self._config, pin=torch.cuda.is_available(), meter=self._meter
+            self._store,
+            self._config,
+            pin=torch.cuda.is_available(),
+            meter=self._meter,
+            lends=getattr(self._planner, "keeps_tensors", True),
         )
         self._meter.expect(sum(sizes))
         with uploads:

@@ -185,3 +185,13 @@ def test_the_url_of_a_file_is_a_folder_and_a_key(url, folder, key) -> None:
 def test_a_url_that_names_no_file_is_an_error(url) -> None:
     with pytest.raises(ConfigError, match="names no file"):
         file_location(url)
+
+
+def test_a_tensor_whose_memory_is_filled_again_is_written_as_it_was(tmp_path) -> None:
+    inner = LatencyStore(open_store(f"memory://{tmp_path.name}"), latency_s=0.05)
+    scratch = torch.zeros(6 * MIB, dtype=torch.uint8)
+    with outputs(inner) as out, out.write("model.bin") as stream:
+        for value in range(3):
+            stream.write_tensor(scratch.fill_(value))
+    found = torch.frombuffer(bytearray(inner.get("model.bin").data), dtype=torch.uint8)
+    assert [part.unique().tolist() for part in found.split(6 * MIB)] == [[0], [1], [2]]

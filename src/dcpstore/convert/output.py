@@ -110,7 +110,7 @@ class Outputs:
         self._store = store
         self._overwrite = overwrite
         self._publisher = _Publisher(store, creates=not overwrite)
-        self._uploads = Uploads(self._publisher, config, pin=False, meter=meter)
+        self._uploads = Uploads(self._publisher, config, pin=False, meter=meter, lends=False)
 
     def __enter__(self) -> Outputs:
         self._uploads.__enter__()
@@ -150,8 +150,8 @@ class Outputs:
         """Write one file, front to back; it is complete when the block ends without an error.
 
         The stream takes bytes (`ObjectStream.write`) and plain tensors, row-major
-        (`ObjectStream.write_tensor`; they must start at a multiple of their element size).
-        The upload may still be under way when the block ends.
+        (`ObjectStream.write_tensor`; they must start at a multiple of their element size), and
+        copies both: the caller may fill their memory again. The upload may still be under way when the block ends.
         """
         stream = self._uploads.open(key)
         yield stream

@@ -54,6 +54,10 @@ class SavePlanner(DcpSavePlanner):
             dimension, so that its parts upload and load at the same time. None never cuts.
     """
 
+    keeps_tensors = True
+    """Whether what `resolve_data` returned stays as it is until the save ends, so that it need
+    not be copied. False for a planner that gives the same memory again and again."""
+
     def __init__(
         self,
         *,
