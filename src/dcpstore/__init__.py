@@ -32,22 +32,30 @@ from dcpstore.errors import (
 
 if TYPE_CHECKING:
     from dcpstore.loading import load
-    from dcpstore.optimizer import load_sharded_optimizer_state_dict
+    from dcpstore.optimizer import (
+        load_sharded_optimizer_state_dict,
+        optimizer_state,
+        restore_optimizer,
+    )
     from dcpstore.planners import LoadPlanner, SavePlanner
+    from dcpstore.planners.dynamic_meta import DynamicMetaLoadPlanner
     from dcpstore.reader import ObjectStoreReader
     from dcpstore.reading import Checkpoint, open_checkpoint, read_tensor
     from dcpstore.report import LoadResult, SaveResult
     from dcpstore.saving import save
+    from dcpstore.torch_save_reader import BroadcastingTorchSaveReader
     from dcpstore.writer import ObjectStoreWriter
 
 __all__ = [
     "AlreadyExistsError",
+    "BroadcastingTorchSaveReader",
     "Checkpoint",
     "CheckpointError",
     "CommitUnknownError",
     "ConfigError",
     "ConflictError",
     "CorruptError",
+    "DynamicMetaLoadPlanner",
     "IncompatibleError",
     "LoadPlanner",
     "LoadResult",
@@ -62,14 +70,18 @@ __all__ = [
     "WriteConfig",
     "load",
     "load_sharded_optimizer_state_dict",
+    "optimizer_state",
     "open_checkpoint",
     "read_tensor",
+    "restore_optimizer",
     "save",
 ]
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "BroadcastingTorchSaveReader": "dcpstore.torch_save_reader",
+    "DynamicMetaLoadPlanner": "dcpstore.planners.dynamic_meta",
     "Checkpoint": "dcpstore.reading",
     "LoadPlanner": "dcpstore.planners",
     "LoadResult": "dcpstore.report",
@@ -79,6 +91,8 @@ _LAZY = {
     "SaveResult": "dcpstore.report",
     "load": "dcpstore.loading",
     "load_sharded_optimizer_state_dict": "dcpstore.optimizer",
+    "optimizer_state": "dcpstore.optimizer",
+    "restore_optimizer": "dcpstore.optimizer",
     "open_checkpoint": "dcpstore.reading",
     "read_tensor": "dcpstore.reading",
     "save": "dcpstore.saving",

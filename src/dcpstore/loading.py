@@ -43,6 +43,7 @@ from dcpstore.protocol import Ranks, call_set_up, join_ranks, plain_cause_of_one
 from dcpstore.reader import ObjectStoreReader
 from dcpstore.report import LoadResult, Phases, Transfer
 from dcpstore.share import SharePolicy, Sharing, fetch_shared, plan_shares
+from dcpstore.torch_save_reader import BroadcastingTorchSaveReader
 
 __all__ = ["StateMaker", "load"]
 
@@ -84,7 +85,8 @@ def load(
         storage_reader: Any DCP storage reader, instead of ``url`` and the options above.
         share: Whether ranks that want the same bytes fetch them once and share them: where
             it pays, always, or never.
-        coordinator_rank: Rank of the group that reads the metadata and plans.
+        coordinator_rank: Rank of the group that reads the metadata and plans. With a
+            `BroadcastingTorchSaveReader` its own counts instead.
         deadline_s: Most seconds that one step (planning, a wave of reads) may take.
         progress: A callback on every rank; True for a bar on the coordinator; None for one if
             standard error is a terminal.
@@ -99,6 +101,8 @@ def load(
     if planner is not None and strict is not True:
         raise ConfigError("strict belongs to the planner that load would make; tell your planner")
     make_state = state_dict if callable(state_dict) else lambda _: state_dict
+    if isinstance(storage_reader, BroadcastingTorchSaveReader):
+        coordinator_rank = storage_reader.coordinator_rank
     joining = join_ranks(process_group, coordinator_rank, deadline_s, action="load", url=url)
     with joining as group:
         reader = _reader(url, storage_reader, storage_options, config)
@@ -160,6 +164,8 @@ class _LoadJob:
         with self._phases.phase("read"):
             if isinstance(self._reader, ObjectStoreReader):
                 stats = self._read_ours(self._reader, plan, is_global)
+            elif isinstance(self._reader, BroadcastingTorchSaveReader):
+                stats = self._read_torch_save(self._reader, plan)
             else:
                 stats = self._read_foreign(plan)
         return self._result(stats)
@@ -167,6 +173,9 @@ class _LoadJob:
     def _read_metadata(self) -> tuple[Metadata | Discovered, bool]:
         """Return the metadata, opened or not, and whether it is that of all ranks together."""
         reader = self._reader
+        if isinstance(reader, BroadcastingTorchSaveReader):
+            reader.join(self._group)
+            return reader.read_metadata(), True
         if not isinstance(reader, ObjectStoreReader):
             read: list[Metadata] = []
             steps.barrier(self._group, "read metadata", lambda: read.append(reader.read_metadata()))
@@ -277,6 +286,10 @@ class _LoadJob:
             cache: PlanCache[list[Sharing]] = self._planner.plan_cache
             return cache
         return PlanCache()
+
+    def _read_torch_save(self, reader: BroadcastingTorchSaveReader, plan: LoadPlan) -> ReadStats:
+        self._sharing = "one rank read, and sent each of the others its part"
+        return reader.read_planned(lambda: self._finish_plan(plan), self._planner, self._meter)
 
     def _read_foreign(self, plan: LoadPlan) -> ReadStats:
         def read() -> None:

@@ -102,9 +102,13 @@ class LoadPlanner(DcpLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self.report = KeyReport()
-        self.state_dict, self.mappings = flatten_state_dict(flatten_sharded_tensors(state_dict))
+        self.state_dict, self.mappings = self._flatten(state_dict)
         if metadata is not None:
             self._use_old_keys_if_saved_so(metadata)
+
+    def _flatten(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return values and paths by key."""
+        return flatten_state_dict(flatten_sharded_tensors(state_dict))
 
     def _use_old_keys_if_saved_so(self, metadata: Metadata) -> None:
         """Take torch 2.3's flattening, which kept lists whole, if the checkpoint has its keys."""
