@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from dcpstore.optimizer.companions import optimizer_state, restore_optimizer
 from dcpstore.optimizer.sharded import LoadedOptimizerState, load_sharded_optimizer_state_dict
 
-__all__ = ["LoadedOptimizerState", "load_sharded_optimizer_state_dict"]
+__all__ = [
+    "LoadedOptimizerState",
+    "load_sharded_optimizer_state_dict",
+    "optimizer_state",
+    "restore_optimizer",
+]
