@@ -12,6 +12,7 @@ Violations are `AssertionError`s that say what the store did.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,9 @@ from dcpstore.store.base import IfMatch, Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["CHECKS", "ODD_KEYS", "PART_BYTES"]
+    from dcpstore.store.uploads import OpenUpload, OpenUploads
+
+__all__ = ["CHECKS", "ODD_KEYS", "PART_BYTES", "UPLOAD_CHECKS"]
 
 PART_BYTES = 5 * 2**20  # the least that S3 takes
 ODD_KEYS = (
@@ -321,6 +324,53 @@ def a_closed_store_may_be_closed_again(store: Store) -> None:
     store.close()
     store.close()
 
+
+def an_upload_under_way_is_listed(store: Store, uploads: OpenUploads) -> None:
+    """List the open uploads while parts are being sent, and after they failed."""
+    seen: list[OpenUpload] = []
+
+    class Mine(Exception):
+        pass
+
+    def parts() -> Iterator[bytes]:
+        yield b"p" * PART_BYTES
+        yield b"q" * PART_BYTES
+        seen.extend(uploads.list())
+        raise Mine
+
+    _check(not list(uploads.list()), "nothing is under way at first")
+    with contextlib.suppress(Mine):
+        store.put_parts("listed/object", parts(), part_bytes=PART_BYTES, max_concurrency=1)
+    _check(len(seen) == 1, f"one upload is under way: {seen}")
+    begun = seen[0].begun
+    _check(begun is None or begun.tzinfo is not None, "times have a zone")
+    _check(not list(uploads.list()), "a failed upload is gone")
+
+
+def an_upload_may_be_aborted_by_another(store: Store, uploads: OpenUploads) -> None:
+    """Abort an upload while its parts are being sent, twice."""
+
+    def parts() -> Iterator[bytes]:
+        yield b"p" * PART_BYTES
+        yield b"q" * PART_BYTES
+        for one in list(uploads.list()):
+            uploads.abort(one)
+            uploads.abort(one)
+        yield b"r" * PART_BYTES
+
+    _expect(
+        CheckpointError,
+        lambda: store.put_parts("gone/object", parts(), part_bytes=PART_BYTES, max_concurrency=1),
+        "an upload that was aborted",
+    )
+    _check(not list(uploads.list()), "an aborted upload is gone")
+    _expect(NotFoundError, lambda: store.head("gone/object"), "nothing is published")
+
+
+UPLOAD_CHECKS: tuple[Callable[[Store, OpenUploads], None], ...] = (
+    an_upload_under_way_is_listed,
+    an_upload_may_be_aborted_by_another,
+)
 
 CHECKS: tuple[Callable[[Store], None], ...] = (
     a_put_can_be_read_back,

@@ -1,0 +1,190 @@
+"""Uploads that were begun and never finished: what to list and abort besides objects.
+
+A saver that is killed leaves the parts that it sent. They are no objects, `Store.list` does not
+show them, and on S3 they cost storage until somebody aborts the upload. No save or load needs
+this; clean-up does.
+
+========  ==============================================================================
+S3        multipart uploads, by ListMultipartUploads
+local     files that an engine writes beside their target and renames in the end
+Google    not listed: an unfinished resumable upload expires after a week by itself
+Azure     not listed: uncommitted blocks expire after a week by themselves
+========  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dcpstore.errors import NotFoundError
+from dcpstore.store.error_map import Asked, from_fsspec
+from dcpstore.store.fsspec_writers import TEMPORARY
+from dcpstore.store.location import parse_location
+from dcpstore.store.retry import RetryPolicy, call_with_retries
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpstore.store.location import Location
+    from dcpstore.store.s3fs_engine import S3fsStore
+
+__all__ = ["OpenUpload", "OpenUploads", "open_uploads_at"]
+
+_STAGED = re.compile(r"(.+)#\d+")  # as obstore names a local file that is being written
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpload:
+    """An object that somebody began to put.
+
+    Attributes:
+        key: Relative to the root.
+        upload_id: The store's name for the upload.
+        begun: When it began (local: when it was last written to); None where unknown.
+    """
+
+    key: str
+    upload_id: str
+    begun: datetime | None
+
+
+class OpenUploads(Protocol):
+    """The unfinished uploads below one root. Calls block and are thread-safe."""
+
+    def list(self) -> Iterator[OpenUpload]:
+        """Yield every unfinished upload to a key below the root.
+
+        Raises:
+            NotFoundError: If there is no such bucket.
+            StoreError: If the store refuses or fails.
+        """
+
+    def abort(self, upload: OpenUpload) -> None:
+        """Give an upload up and free its parts; one that is gone is no error.
+
+        Raises:
+            StoreError: If the store refuses or fails.
+        """
+
+    def close(self) -> None:
+        """Release clients and connections. Idempotent."""
+
+
+def open_uploads_at(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    retry: RetryPolicy | None = None,
+) -> OpenUploads | None:
+    """Open the unfinished uploads below a URL; None where the store has no such list.
+
+    Args:
+        url: As for `open_store`.
+        storage_options: As for `open_store`; on S3 this goes through s3fs for any engine.
+        retry: How long to keep trying.
+
+    Raises:
+        ConfigError: If the URL or an option is wrong.
+    """
+    location = parse_location(url)
+    if location.scheme == "s3":
+        from dcpstore.store.s3fs_engine import S3fsStore
+
+        return S3Uploads(S3fsStore(location, storage_options), location, retry or RetryPolicy())
+    if location.scheme == "file":
+        return LocalUploads(location)
+    return None
+
+
+class S3Uploads:
+    """Multipart uploads of S3, listed and aborted through s3fs's client.
+
+    Args:
+        store: Whose client sends the requests.
+        location: The root.
+        retry: How long to keep trying.
+    """
+
+    def __init__(self, store: S3fsStore, location: Location, retry: RetryPolicy) -> None:
+        self._store = store
+        self._retry = retry
+        self._root = f"{location.prefix}/" if location.prefix else ""
+
+    def list(self) -> Iterator[OpenUpload]:
+        """Yield every unfinished upload; follows pages."""
+        asked = Asked("list the open uploads below", "", self._store.url)
+        more: dict[str, str] = {}
+        while True:
+            page = self._call(asked, "list_multipart_uploads", Prefix=self._root, **more)
+            for one in page.get("Uploads", ()):
+                key = one["Key"].removeprefix(self._root)
+                yield OpenUpload(key, one["UploadId"], one.get("Initiated"))
+            if not page.get("IsTruncated"):
+                return
+            more = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    def abort(self, upload: OpenUpload) -> None:
+        """Abort one upload."""
+        asked = Asked("abort the upload of", upload.key, self._store.url)
+        path = self._root + upload.key
+        with suppress(NotFoundError):  # somebody finished or aborted it meanwhile
+            self._call(asked, "abort_multipart_upload", Key=path, UploadId=upload.upload_id)
+
+    def close(self) -> None:
+        """Drop the client."""
+        self._store.close()
+
+    def _call(self, asked: Asked, operation: str, **more: Any) -> dict[str, Any]:
+        return call_with_retries(
+            lambda: self._store._call(asked, operation, **more),  # noqa: SLF001 - one more verb of it
+            self._retry,
+        )
+
+
+class LocalUploads:
+    """Files that an engine was writing when its process died.
+
+    Args:
+        location: The root, a folder.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self._root = Path(location.prefix)
+        self._url = location.url
+
+    def list(self) -> Iterator[OpenUpload]:
+        """Yield every such file; a missing folder has none."""
+        for folder, _, names in os.walk(self._root):
+            for name in sorted(names):
+                staged = _STAGED.fullmatch(name)
+                if staged is None and not name.startswith(TEMPORARY):
+                    continue
+                path = Path(folder, name)
+                target = path.with_name(staged[1]) if staged else path
+                key, number = (one.relative_to(self._root).as_posix() for one in (target, path))
+                try:
+                    written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+                except FileNotFoundError:
+                    continue  # it was finished meanwhile
+                yield OpenUpload(key, number, written)
+
+    def abort(self, upload: OpenUpload) -> None:
+        """Delete the file."""
+        try:
+            (self._root / upload.upload_id).unlink(missing_ok=True)
+        except OSError as error:
+            asked = Asked("delete the unfinished file of", upload.key, self._url)
+            raise from_fsspec(asked, error) from error
+
+    def close(self) -> None:
+        """Nothing is open."""
