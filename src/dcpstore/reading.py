@@ -32,6 +32,8 @@ from dcpstore.discovery import Discovered, discover
 from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError
 from dcpstore.fetch import ReadJob, ReadStats
 from dcpstore.folder import Folder
+from dcpstore.format.dtypes import is_plain_dtype
+from dcpstore.format.tensors import decode_opaque
 from dcpstore.manifest import StoredItem
 from dcpstore.planners import LoadPlanner
 from dcpstore.planning.exchange.overlap import find_overlaps
@@ -216,6 +218,8 @@ class Checkpoint:
         """
         entry = self._tensor_entry(fqn)
         chosen = resolve_slices(entry.size, slices)
+        if self.is_opaque(fqn):
+            return self._whole_opaque(fqn, slices, out)
         if out is None:
             out = torch.empty(chosen.shape, dtype=entry.properties.dtype)
         elif tuple(out.shape) != chosen.shape:
@@ -243,6 +247,36 @@ class Checkpoint:
         self.read_boxes(
             [BoxRead(fqn, (0,) * target.dim(), target) for fqn, target in targets.items()]
         )
+
+    def is_opaque(self, fqn: str) -> bool:
+        """Tell whether a tensor is more than its elements: quantized, sparse and the like.
+
+        Such a tensor can only be read as a whole.
+        """
+        properties = self._tensor_entry(fqn).properties
+        return properties.layout != torch.strided or not is_plain_dtype(properties.dtype)
+
+    def read_opaque(self, fqn: str) -> torch.Tensor:
+        """Read a tensor that is more than its elements.
+
+        Raises:
+            CorruptError: If it is stored in several chunks, or decodes to no tensor.
+        """
+        indices = [MetadataIndex(fqn, chunk.offsets) for chunk in self._tensor_entry(fqn).chunks]
+        if len(indices) != 1:
+            raise CorruptError(f"{self.url}: {fqn!r} has {len(indices)} chunks, not one", fqn=fqn)
+        try:
+            return decode_opaque(self._read_bytes(indices)[fqn])
+        except pickle.UnpicklingError as error:
+            raise CorruptError(f"{self.url}: {fqn!r} is no tensor: {error}", fqn=fqn) from error
+
+    def _whole_opaque(self, fqn: str, slices: Slices, out: torch.Tensor | None) -> torch.Tensor:
+        if slices is not None or out is not None:
+            raise IncompatibleError(
+                f"{fqn!r} is a {self._tensor_entry(fqn).properties.dtype} tensor that is more than"
+                " its elements: it can only be read as a whole, into new memory"
+            )
+        return self.read_opaque(fqn)
 
     def read_boxes(self, reads: Sequence[BoxRead]) -> None:
         """Read boxes of tensors into their targets, all at the same time.
@@ -308,20 +342,27 @@ class Checkpoint:
 
     def read_value_bytes(self, fqns: Iterable[str]) -> dict[str, bytes]:
         """Read values as they were saved, pickled by ``torch.save``, without opening them."""
-        items = []
+        indices = []
         for fqn in fqns:
             if isinstance(self._entry(fqn), TensorStorageMetadata):
                 raise IncompatibleError(f"{fqn!r} is a tensor: read it with read_tensor")
-            index = MetadataIndex(fqn)
-            none = torch.Size([])
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+            indices.append(MetadataIndex(fqn))
+        return self._read_bytes(indices)
+
+    def _read_bytes(self, indices: Iterable[MetadataIndex]) -> dict[str, bytes]:
+        none = torch.Size([])
         receiver = _Receiver([])
-        self._run(items, receiver)
+        self._run(
+            [ReadItem(LoadItemType.BYTE_IO, one, none, one, none, none) for one in indices],
+            receiver,
+        )
         return receiver.values
 
     # --- what lies where ---------------------------------------------------------------
 
     def _run(self, items: Sequence[ReadItem], receiver: _Receiver) -> None:
+        if not items:
+            return
         job = ReadJob(
             self._folder.open(), self._config, self._metadata, self._items, meter=self._meter
         )

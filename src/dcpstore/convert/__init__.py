@@ -1,7 +1,32 @@
-"""Converters: from the checkpoint that is there to the file that the next tool wants, and back."""
+"""Converters: from the checkpoint that is there to the file that the next tool wants, and back.
+
+Torch is imported when a converter is first used.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dcpstore.convert.result import ConvertResult
 
-__all__ = ["ConvertResult"]
+if TYPE_CHECKING:
+    from dcpstore.convert.safetensors import dcp_to_safetensors, safetensors_to_dcp
+
+__all__ = ["ConvertResult", "dcp_to_safetensors", "safetensors_to_dcp"]
+
+_LAZY = {
+    "dcp_to_safetensors": "dcpstore.convert.safetensors",
+    "safetensors_to_dcp": "dcpstore.convert.safetensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -151,7 +151,8 @@ class Outputs:
 
         The stream takes bytes (`ObjectStream.write`) and plain tensors, row-major
         (`ObjectStream.write_tensor`; they must start at a multiple of their element size), and
-        copies both: the caller may fill their memory again. The upload may still be under way when the block ends.
+        copies both: the caller may fill their memory again. The upload may still be under way
+        when the block ends.
         """
         stream = self._uploads.open(key)
         yield stream
