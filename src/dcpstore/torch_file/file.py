@@ -160,6 +160,16 @@ class TorchFile:
         ordered = sorted(found.values(), key=lambda one: one.member.header_offset)
         return MappingProxyType({one.key: one for one in ordered})
 
+    @property
+    def identities(self) -> Mapping[int, str]:
+        """Key of each stand-in's storage, by what `torch_private.storage_identity` says of it."""
+        return MappingProxyType(self._keys)
+
+    @property
+    def info(self) -> ObjectInfo:
+        """What the store says of the file that was opened."""
+        return self._info
+
     # --- where things lie ----------------------------------------------------------------
 
     def storage_key(self, value: torch.Tensor | torch.UntypedStorage) -> str | None:
