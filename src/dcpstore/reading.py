@@ -266,7 +266,7 @@ class Checkpoint:
         if len(indices) != 1:
             raise CorruptError(f"{self.url}: {fqn!r} has {len(indices)} chunks, not one", fqn=fqn)
         try:
-            return decode_opaque(self._read_bytes(indices)[fqn])
+            return decode_opaque(self.read_item_bytes(indices)[fqn])
         except pickle.UnpicklingError as error:
             raise CorruptError(f"{self.url}: {fqn!r} is no tensor: {error}", fqn=fqn) from error
 
@@ -347,9 +347,14 @@ class Checkpoint:
             if isinstance(self._entry(fqn), TensorStorageMetadata):
                 raise IncompatibleError(f"{fqn!r} is a tensor: read it with read_tensor")
             indices.append(MetadataIndex(fqn))
-        return self._read_bytes(indices)
+        return self.read_item_bytes(indices)
 
-    def _read_bytes(self, indices: Iterable[MetadataIndex]) -> dict[str, bytes]:
+    def read_item_bytes(self, indices: Iterable[MetadataIndex]) -> dict[str, bytes]:
+        """Read items as they were stored, of values, of opaque tensors, or beside the state dict.
+
+        Returns:
+            The bytes by key, transforms undone: ``torch.save`` records, as a rule.
+        """
         none = torch.Size([])
         receiver = _Receiver([])
         self._run(
