@@ -21,10 +21,19 @@ from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.format.dtypes import DTYPES
 from dcpstore.format.safetensors import TensorInFile
 from dcpstore.keys import METADATA_KEY
-from dcpstore.manifest import DataObject, ItemId, Manifest, StoredItem, decode
+from dcpstore.manifest import ItemId, Manifest, StoredItem, decode
 from dcpstore.store.base import Store
 
-__all__ = ["Described", "DescribedObject", "Description", "Shard", "describe", "describe_file"]
+__all__ = [
+    "Described",
+    "DescribedObject",
+    "Description",
+    "Shard",
+    "collect",
+    "describe",
+    "describe_file",
+    "iter_shards",
+]
 
 FileLayout: TypeAlias = Literal["dcpstore", "dcp", "safetensors", "torch_file"]
 
@@ -77,6 +86,11 @@ class Described:
     is_tensor: bool
     shards: tuple[Shard, ...]
     is_in_state_dict: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor; 0 for a value."""
+        return prod(self.sizes) if self.is_tensor else 0
 
     @property
     def num_bytes(self) -> int:

@@ -156,7 +156,9 @@ def _group(url: str, objects: Iterable[ObjectInfo]) -> Listing:
         _describe(url, name, layout, folders[name], members[name])
         for name, layout in layouts.items()
     ]
-    return Listing(url, tuple(sorted(checkpoints, key=lambda one: natural_order(one.name))), num_other)
+    return Listing(
+        url, tuple(sorted(checkpoints, key=lambda one: natural_order(one.name))), num_other
+    )
 
 
 def _parents(folder: str) -> Iterator[str]:

@@ -20,6 +20,7 @@ __all__ = ["SUMMARIES", "Command", "load_command"]
 
 SUMMARIES = {
     "ls": "list the checkpoints below a URL",
+    "show": "show the tensors of a checkpoint and where they lie",
     "verify": "check every object and block of a checkpoint",
     "demo": "train, save to an emulated bucket, and resume elsewhere",
 }

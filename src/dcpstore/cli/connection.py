@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,13 @@ class Connection:
     url: str
     storage_options: Mapping[str, Any] = field(repr=False)
     retry_s: float = _RETRY_S
+
+    def split(self) -> tuple[Connection, str]:
+        """Return the folder around the file that the URL names, and the file's key there."""
+        from dcpstore.store.location import file_location
+
+        folder, name = file_location(self.url)
+        return replace(self, url=folder), name
 
     @property
     def read_config(self) -> ReadConfig:

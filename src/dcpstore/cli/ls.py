@@ -11,7 +11,7 @@ from dcpstore.audit.listing import ListedCheckpoint, Listing, list_checkpoints
 from dcpstore.cli.connection import add_connection_arguments, open_given_store, read_connection
 from dcpstore.cli.exit_codes import ExitCode
 from dcpstore.cli.output import Output
-from dcpstore.cli.text import format_age, format_bytes, format_time, table
+from dcpstore.cli.text import format_age, format_bytes, format_count, format_time, table
 
 DESCRIPTION = """\
 List the checkpoints below a URL, and what interrupted saves left there, in the natural order
@@ -39,10 +39,12 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
         listing = list_checkpoints(store)
     now = datetime.now(timezone.utc)
     out.result("dcpstore.ls/1", _document(listing, now), _lines(listing, now))
+    others = listing.num_other_objects
     num_unsealed = sum(one.is_sealed is False for one in listing.checkpoints)
     out.note(
-        f"{len(listing.checkpoints)} checkpoint(s) at {listing.url}, {num_unsealed} not sealed"
-        + (f"; {listing.num_other_objects} other object(s)" if listing.num_other_objects else "")
+        f"{format_count(len(listing.checkpoints), 'checkpoint')} at {listing.url},"
+        f" {num_unsealed} not sealed"
+        + (f"; {format_count(others, 'other object')}" if others else "")
     )
     return ExitCode.OK
 
