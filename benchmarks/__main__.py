@@ -8,149 +8,46 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.client import Job, control
+from benchmarks.link import Link
+from benchmarks.plot import plot
+from benchmarks.processes import Client, Server
 from benchmarks.report import publish, render
-from benchmarks.scenarios import SCENARIOS, Scenario
-from benchmarks.systems import SYSTEMS
+from benchmarks.running import Bench
+from benchmarks.scenarios import LINKS, SCENARIOS, Scenario
+from benchmarks.systems import SYSTEMS, is_installed
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results" / "latest.json"
 PAGE = ROOT.parent / "docs" / "performance.md"
-
-
-class Server:
-    """`benchmarks.server` in a process of its own, for as long as the context lasts."""
-
-    def __enter__(self) -> Server:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT.parent,
-        )
-        assert self._process.stdout is not None
-        self.endpoint_url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def set_link(self, latency_s: float, bytes_per_s: float) -> None:
-        control(self.endpoint_url, "link", latency_s=latency_s, bytes_per_s=bytes_per_s)
-
-    def forget(self, folder: str) -> None:
-        control(self.endpoint_url, "forget", prefix=folder)
-
-
-class Client:
-    """`benchmarks.client`, which forks a process per job, for as long as the context lasts."""
-
-    def __enter__(self) -> Client:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.client"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT.parent,
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def run(self, job: Job) -> dict[str, Any]:
-        """Run one measurement in a fresh process.
-
-        Raises:
-            RuntimeError: If it failed; its traceback is on standard error.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._process.stdin.flush()
-        result = json.loads(self._process.stdout.readline())
-        if result is None:
-            raise RuntimeError(f"{job} failed")
-        return dict(result)
-
-
-def run_scenario(
-    server: Server, client: Client, scenario: Scenario, *, repeats: int, bytes_per_s: float
-) -> dict[str, list[dict[str, Any]]]:
-    """Measure all systems of one row, in turn, ``repeats`` times."""
-
-    def job(system: str, action: str, folder: str) -> Job:
-        return Job(
-            endpoint_url=server.endpoint_url,
-            action=action,
-            system=system,
-            kind=scenario.kind,
-            num_bytes=scenario.num_bytes,
-            want=scenario.want,
-            folder=folder,
-        )
-
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in scenario.systems}
-    folders = {name: f"{scenario.name}-{SYSTEMS[name].layout}" for name in scenario.systems}
-    if scenario.action == "load":
-        server.set_link(0.0, 0.0)
-        for folder in set(folders.values()):
-            writer = next(name for name in scenario.systems if folders[name] == folder)
-            client.run(job(writer, "seed", folder))
-    server.set_link(scenario.latency_s, bytes_per_s)
-    for _ in range(repeats):
-        for name in scenario.systems:
-            result = client.run(job(name, scenario.action, folders[name]))
-            runs[name].append(_condensed(result))
-            if scenario.action == "save":
-                server.forget(folders[name])
-            wall, cpu = result["wall_s"], result["cpu_s"]
-            print(f"{scenario.name:22} {name:12} {wall:7.2f} s  CPU {cpu:6.2f} s", flush=True)
-    server.forget(scenario.name)
-    return runs
-
-
-def _condensed(result: dict[str, Any]) -> dict[str, Any]:
-    """Replace the server's list of requests by counts, as thousands of lines help nobody."""
-    server = result.pop("server")
-    served = server.pop("served")
-    operations: dict[str, int] = {}
-    for one in served:
-        name = one["operation"]
-        if name == "GetObject":
-            name += " data" if ".distcp" in one["key"] or one["key"].endswith("/all") else " index"
-        operations[name] = operations.get(name, 0) + 1
-    return {
-        **result,
-        "bytes_in": sum(one["bytes_in"] for one in served),
-        "bytes_out": sum(one["bytes_out"] for one in served),
-        "data_bytes_out": sum(
-            one["bytes_out"] for one in served if not one["key"].endswith(".metadata")
-        ),
-        "requests": dict(sorted(operations.items())),
-        "max_in_flight": server["max_in_flight"],
-        "connections": server["connections"],
-        "server_cpu_s": server["cpu_s"],
-    }
+PLOT = ROOT.parent / "docs" / "performance.svg"
+_PACKAGES = (
+    *("torch", "obstore", "s3fs", "fsspec", "numpy"),
+    *("s3torchconnector", "multi-storage-client"),
+)
 
 
 def _machine() -> dict[str, Any]:
     return {
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "cores": len(os.sched_getaffinity(0)),
+        "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
-        "versions": {
-            name: version(name) for name in ("torch", "obstore", "s3fs", "fsspec", "numpy")
-        },
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _lines(results: dict[str, Any]) -> str:
@@ -174,62 +71,86 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [scenario.name for scenario in SCENARIOS]
     parser.add_argument("--only", nargs="+", choices=names, help="some rows (default: all)")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), help="some systems")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="times the size of all states")
-    parser.add_argument("--mb-per-s", type=float, default=100.0, help="of one connection; 0: any")
-    parser.add_argument("--latency-ms", type=float, help="instead of the latency of each row")
+    parser.add_argument("--link", choices=list(LINKS), help="instead of the link of each row")
+    parser.add_argument("--mb-per-s", type=float, help="of one connection, instead; 0: any")
+    parser.add_argument("--latency-ms", type=float, help="of each request, instead")
+    parser.add_argument(
+        "--endpoint", help="a real S3 server's; AWS_ACCESS_KEY_ID and ..._SECRET_... are used"
+    )
+    parser.add_argument("--bucket", default="bench", help="on that server; it has to exist")
     parser.add_argument("--quick", action="store_true", help="tiny states, once: a smoke test")
     parser.add_argument("--output", type=Path, help="JSON to write")
+    parser.add_argument("--plot", type=Path, help="SVG to write")
     parser.add_argument(
-        "--publish", action="store_true", help=f"write {RESULTS.name} and the tables in docs/"
+        "--publish", action="store_true", help=f"write {RESULTS.name}, and what docs/ shows of it"
     )
     return parser.parse_args(arguments)
 
 
 def _chosen(given: argparse.Namespace) -> list[Scenario]:
+    here = {name for name, system in SYSTEMS.items() if is_installed(system)}
+    for name in sorted(set(given.systems or SYSTEMS) - here):
+        print(f"{name} is left out: {', '.join(SYSTEMS[name].needs)} is not installed (make bench)")
     chosen = []
     for scenario in SCENARIOS:
         if given.only and scenario.name not in given.only:
             continue
         one = scenario.quick() if given.quick else scenario.scaled(given.scale)
-        if given.latency_ms is not None:
-            one = replace(one, latency_s=given.latency_ms / 1000)
-        if given.systems:
-            one = replace(one, systems=tuple(s for s in one.systems if s in given.systems))
-        chosen.append(one)
+        wanted = [s for s in one.systems if s in here and s in (given.systems or SYSTEMS)]
+        wanted = [s for s in wanted if not one.target or one.target in SYSTEMS[s].converters]
+        chosen.append(replace(one, systems=tuple(wanted)))
     return chosen
+
+
+def _link(given: argparse.Namespace, scenario: Scenario) -> Link:
+    link = LINKS[given.link or scenario.link]
+    if given.quick:
+        link = replace(link, latency_s=0.002, jitter_s=0.0, slow_s=link.slow_s / 10)
+    if given.latency_ms is not None:
+        link = replace(link, latency_s=given.latency_ms / 1000, jitter_s=0.0)
+    if given.mb_per_s is not None:
+        link = replace(link, bytes_per_s=given.mb_per_s * 1e6)
+    return link
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was chosen, write the JSON, print the tables."""
     given = _parse(arguments)
-    rows = []
-    with Server() as server, Client() as client:
+    machine, rows = _machine(), []
+    key = os.environ.get("AWS_ACCESS_KEY_ID", "test") if given.endpoint else "test"
+    secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "test") if given.endpoint else "test"
+    with Server(given.bucket, key, secret, given.endpoint) as server, Client() as client:
+        bench = Bench(server, client)
         for scenario in _chosen(given):
-            runs = run_scenario(
-                server,
-                client,
-                scenario,
-                repeats=1 if given.quick else given.repeats,
-                bytes_per_s=given.mb_per_s * 1e6,
-            )
-            rows.append({**asdict(scenario), "runs": runs})
+            link = _link(given, scenario)
+            runs = bench.run(scenario, link, repeats=1 if given.quick else given.repeats)
+            about = {**asdict(scenario), "link_name": scenario.link, "link": asdict(link)}
+            rows.append({**about, "runs": runs})
     words = sys.argv[1:] if arguments is None else arguments
     results = {
         "command": shlex.join(["python", "-m", "benchmarks", *words]),
-        "machine": _machine(),
+        "machine": machine,
         "is_quick": given.quick,
-        "mb_per_s": given.mb_per_s,
+        "server": given.endpoint or "benchmarks.server",
         "rows": rows,
     }
     print(render(results))
     if given.output:
         given.output.write_text(_lines(results))
+    if given.plot:
+        given.plot.write_text(plot(results))
     if given.publish:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(_lines(results))
+        PLOT.write_text(plot(results))
         publish(PAGE, results)
-    return 0
+    return int(any(_has_failed(row) for row in rows))
+
+
+def _has_failed(row: dict[str, Any]) -> bool:
+    return any("failed" in run for runs in row["runs"].values() for run in runs)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
-"""Measurements, each in a process of its own: ``python -m benchmarks.client``.
+"""Measurements, each in processes of its own: ``python -m benchmarks.client``.
 
 Reads a job per line and answers with a line of JSON (``null`` for a failure). This process
-does nothing but import; it forks for each job, so that no job pays for the imports and
-none sees what another one left. In the child the state, the targets and one tiny save and
-load come first; then the clocks and counters are reset and one call is measured.
+does nothing but import; it forks for each job, and for each rank of it, so that no job
+pays for the imports and none sees what another one left.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
+import signal
 import sys
-import time
+import tempfile
 import traceback
-import urllib.request
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import fsspec.asyn  # noqa: F401 - imported before the fork
@@ -28,112 +25,48 @@ import torch.distributed.checkpoint._fsspec_filesystem
 import torch.distributed.tensor
 
 import dcpstore  # noqa: F401
-from benchmarks.states import Want, check, make_state, make_targets, needed_bytes
-from benchmarks.systems import BUCKET, SYSTEMS, storage_options
+from benchmarks.actions import act
+from benchmarks.gauge import merged
+from benchmarks.job import Job
+from benchmarks.states import Place
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What to measure.
-
-    Attributes:
-        endpoint_url: The server.
-        action: ``seed`` (an unmeasured save), ``save`` or ``load``.
-        system: A name in `SYSTEMS`.
-        kind: Of the state, see `benchmarks.states`.
-        num_bytes: Size of the state.
-        want: What a load asks for.
-        folder: Where the checkpoint is, or goes to.
-    """
-
-    endpoint_url: str
-    action: str
-    system: str
-    kind: str
-    num_bytes: int
-    want: Want
-    folder: str
+def measure(job: Job) -> dict[str, Any] | None:
+    """Run the job in one child per rank; None if any failed."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        places = [Place(rank, job.num_ranks) for rank in range(job.num_ranks)]
+        children = [_forked(lambda at=at: _join_and_act(job, at, folder)) for at in places]
+        results = [_result_of(child) for child in children]
+    if any(one is None for one in results):
+        return None
+    return merged(results) if results[0] else {}
 
 
-def control(endpoint_url: str, what: str, **given: object) -> Any:
-    """Talk to the server out of band."""
-    request = urllib.request.Request(
-        f"{endpoint_url}/_bench/{what}", json.dumps(given).encode(), method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+def _join_and_act(job: Job, place: Place, folder: str) -> dict[str, Any]:
+    tempfile.tempdir = folder  # also of the peers, which download into files
+    if place.num_ranks > 1:
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/meeting",
+            rank=place.rank,
+            world_size=place.num_ranks,
+            timeout=timedelta(minutes=5),
+        )
+    return act(job, place)
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Warm up, measure one call, check its result."""
-    system, options = SYSTEMS[job.system], storage_options(job.endpoint_url)
-    url = f"s3://{BUCKET}/{job.folder}"
-    tiny = {"weight": torch.zeros(1 << 18)}
-    if job.action == "seed":
-        system.save(_state(job), url, options)
-        return {}
-    if job.action == "save":
-        state = _state(job)
-        system.save(tiny, f"{url}-warm", options)
-        return _measured(job, lambda: system.save(state, url, options), needed_bytes(state))
-    targets = make_targets(job.kind, job.num_bytes, job.want)
-    system.save(tiny, f"{url}-warm-{os.getpid()}", options)
-    system.load(tiny, f"{url}-warm-{os.getpid()}", options)
-    result = _measured(job, lambda: system.load(targets, url, options), needed_bytes(targets))
-    if system.layout != "bare":
-        check(targets, job.kind, job.num_bytes, job.want)
-    return result
-
-
-def _state(job: Job) -> dict[str, torch.Tensor]:
-    """Return what to save; for the bare engine in one piece, as it knows no tensors."""
-    state = make_state(job.kind, job.num_bytes)
-    if job.system != "bare":
-        return state
-    return {"all": torch.cat([state.pop(name).view(-1) for name in list(state)])}
-
-
-def _measured(job: Job, call: Any, num_bytes: int) -> dict[str, Any]:
-    control(job.endpoint_url, "clear")
-    baseline = _reset_peak()
-    spent, began = os.times(), time.perf_counter()
-    call()
-    wall_s, after = time.perf_counter() - began, os.times()
-    peak = _status_bytes("VmHWM")
-    report = control(job.endpoint_url, "report")
-    return {
-        "wall_s": wall_s,
-        "cpu_s": after.user + after.system - spent.user - spent.system,
-        "extra_bytes": peak - baseline,
-        "needed_bytes": num_bytes,
-        "server": report,
-    }
-
-
-def _reset_peak() -> int:
-    """Give free memory back to the system, forget the peak, and return what is in use."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {name}")
-
-
-def _measure_in_child(line: str) -> bool:
-    given = json.loads(line)
-    job = Job(**{**given, "want": Want(**given["want"])})
+def _forked(call: Callable[[], object]) -> tuple[int, int]:
+    """Call in a child; return its process and the pipe on which it answers."""
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child:
-        return os.waitpid(child, 0)[1] == 0
+        os.close(write_end)
+        return child, read_end
     status = 1
     try:
-        print(json.dumps(measure(job)), flush=True)
+        signal.alarm(1800)
+        with os.fdopen(write_end, "w") as stream:
+            json.dump(call(), stream)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -141,10 +74,17 @@ def _measure_in_child(line: str) -> bool:
         os._exit(status)
 
 
+def _result_of(child: tuple[int, int]) -> dict[str, Any] | None:
+    process, read_end = child
+    with os.fdopen(read_end) as stream:
+        text = stream.read()
+    status = os.waitpid(process, 0)[1]
+    return json.loads(text) if status == 0 else None
+
+
 def main() -> None:
     for line in sys.stdin:
-        if not _measure_in_child(line):
-            print("null", flush=True)
+        print(json.dumps(measure(Job.from_json(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,29 @@
-"""From results to Markdown: medians with their spread, and the ratios that matter."""
+"""From results to Markdown: one table that sums up, the targets, and a table per row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from benchmarks.figures import (
+    Row,
+    Runs,
+    best_of_ours,
+    best_other,
+    has_failed,
+    headline,
+    mid,
+    of,
+    spread,
+)
 from benchmarks.systems import SYSTEMS
+from benchmarks.targets import targets
 
 __all__ = ["publish", "render"]
 
 MIB = 1 << 20
 BEGIN, END = "<!-- begin: python -m benchmarks -->", "<!-- end -->"
-Row = dict[str, Any]
-Runs = list[dict[str, Any]]
 
 
 def publish(page: Path, results: dict[str, Any]) -> None:
@@ -30,150 +39,140 @@ def render(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     about = (
         f"`{results['command']}`, {machine['date']}: {machine['cores']} shared cores that serve"
-        f" client and server alike, Python {machine['python']}, {versions};"
-        f" {results['mb_per_s']:g} MB/s per connection and direction (0: no cap)."
+        f" client and server alike (load average {machine['load_before']:.1f} before),"
+        f" Python {machine['python']}, {versions}."
     )
-    lines = [about]
+    lines = [about, "", *_summary(results["rows"])]
     if not results["is_quick"]:
-        lines += ["", *_targets(results["rows"])]
+        lines += ["", *targets(results["rows"])]
     for row in results["rows"]:
         lines += ["", *_table(row)]
     return "\n".join(lines) + "\n"
 
 
-# --- one row -----------------------------------------------------------------------------
+# --- all rows -----------------------------------------------------------------------------
+
+
+def _summary(rows: list[Row]) -> Iterator[str]:
+    yield (
+        "Seconds, medians; of `train` the training time lost. The last column: how many times"
+        " faster dcpstore is than the best of stock and the peers."
+    )
+    yield ""
+    names = [name for name in SYSTEMS if any(name in row["runs"] for row in rows)]
+    yield f"| row | {' | '.join(SYSTEMS[name].label for name in names)} | ahead |"
+    yield "| --- |" + " --- |" * (len(names) + 1)
+    for row in rows:
+        cells = [_seconds(row, name) for name in names]
+        yield f"| `{row['name']}` | {' | '.join(cells)} | {_ahead(row)} |"
+
+
+def _seconds(row: Row, name: str) -> str:
+    if name not in row["runs"]:
+        return ""
+    runs = of(row, name)
+    return f"{mid(runs, headline(row)):.2f}" if runs else "fails"
+
+
+def _ahead(row: Row) -> str:
+    best, ours = best_other(row), best_of_ours(row)
+    return f"{best[1] / max(ours[1], 1e-3):.1f}x" if best and ours else ""
+
+
+# --- one row ------------------------------------------------------------------------------
 
 
 def _table(row: Row) -> Iterator[str]:
-    yield f"### {row['title']} (`{row['name']}`, {1000 * row['latency_s']:g} ms)"
+    yield f"### {row['title']} (`{row['name']}`)"
     yield ""
-    is_save = row["action"] == "save"
-    moved = "MiB sent" if is_save else "MiB fetched (x needed)"
-    yield (
-        f"| system | wall s | of stock | client CPU s | extra peak MiB | {moved}"
-        " | requests | in flight | server CPU s |"
-    )
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    yield f"{_about_link(row['link'])}{_about_ranks(row)}"
+    yield ""
+    heads = ["system", "wall s", "of stock", *_TRAIN_HEADS] if _is_train(row) else _HEADS
+    heads = [*heads, _moved_head(row), "requests", "in flight", "server CPU s"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|" + " --- |" * len(heads)
     for name, runs in row["runs"].items():
-        stock = row["runs"].get("stock")
-        ratio = f"{_mid(stock, 'wall_s') / _mid(runs, 'wall_s'):.1f}x" if stock else ""
-        cells = (
-            SYSTEMS[name].label,
-            _spread(runs, "wall_s"),
-            ratio,
-            _spread(runs, "cpu_s"),
-            f"{_mid(runs, 'extra_bytes') / MIB:.0f}",
-            _moved(runs, is_save),
-            ", ".join(f"{count} {one}" for one, count in runs[-1]["requests"].items()),
-            f"{_mid(runs, 'max_in_flight'):.0f}",
-            f"{_mid(runs, 'server_cpu_s'):.2f}",
-        )
+        if has_failed(runs):
+            cells = [SYSTEMS[name].label, "fails", *[""] * (len(heads) - 2)]
+        else:
+            cells = _cells(row, name, runs)
         yield f"| {' | '.join(cells)} |"
 
 
-def _moved(runs: Runs, is_save: bool) -> str:
-    if is_save:
-        return f"{_mid(runs, 'bytes_in') / MIB:.1f}"
-    out, needed = _mid(runs, "bytes_out"), _mid(runs, "needed_bytes")
-    return f"{out / MIB:.1f} ({out / needed:.2f}x)"
+_HEADS = ["system", "wall s", "of stock", "client CPU s", "extra peak MiB"]
+_TRAIN_HEADS = [
+    "training lost s",
+    "blocked s",
+    "step ms, alone to beside",
+    "slowest step ms",
+    "client CPU s",
+    "extra peak MiB",
+]
 
 
-def _mid(runs: Runs, name: str) -> float:
-    return float(median(run[name] for run in runs))
+def _is_train(row: Row) -> bool:
+    return bool(row["action"] == "train")
 
 
-def _spread(runs: Runs, name: str) -> str:
-    values = [run[name] for run in runs]
-    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+def _about_link(link: dict[str, float]) -> str:
+    if not link["latency_s"] and not link["bytes_per_s"]:
+        text = "No latency, no cap."
+    else:
+        least, jitter = 1000 * link["latency_s"], 1000 * link["jitter_s"]
+        text = f"First byte after {least:g}" + (f" to {least + jitter:g}" if jitter else "") + " ms"
+        rate = link["bytes_per_s"] / 1e6
+        text += f", {rate:g} MB/s per connection and direction." if rate else ", no cap."
+    if link["slow_share"]:
+        text += f" {link['slow_share']:.0%} of the answers {link['slow_s']:g} s later."
+    if link["burst_s"]:
+        text += f" 503 for {link['burst_s']:g} s out of every {link['burst_every_s']:g} s."
+    return text
 
 
-# --- targets -------------------------------------------------------------------------------
+def _about_ranks(row: Row) -> str:
+    if row["num_ranks"] == 1:
+        return ""
+    return f" {row['num_ranks']} ranks: the slowest's seconds, all CPU seconds, the largest peak."
 
 
-def _targets(rows: list[Row]) -> Iterator[str]:
-    by_name = {row["name"]: row for row in rows}
-    yield "| target (dcpstore on obstore) | measured | met |"
-    yield "| --- | --- | --- |"
-    for needs, text, judge in _TARGETS:
-        row = by_name.get(needs[0])
-        if row is None or any(name not in row["runs"] for name in needs[1:]):
-            continue
-        value, is_met = judge(row)
-        yield f"| {text} | {value} | {'yes' if is_met else 'no'} |"
+def _moved_head(row: Row) -> str:
+    return {
+        "load": "MiB fetched (x needed)",
+        "convert": "MiB fetched + sent",
+    }.get(row["action"], "MiB sent")
 
 
-def _speedup(row: Row, least: float) -> tuple[str, bool]:
-    ratio = _mid(row["runs"]["stock"], "wall_s") / _mid(row["runs"]["ours"], "wall_s")
-    return f"{ratio:.1f}x", ratio >= least
+def _cells(row: Row, name: str, runs: Runs) -> list[str]:
+    stock = of(row, "stock")
+    ratio = f"{mid(stock, 'wall_s') / mid(runs, 'wall_s'):.1f}x" if stock else ""
+    requests = ", ".join(f"{count} {one}" for one, count in runs[-1]["requests"].items())
+    return [
+        SYSTEMS[name].label,
+        spread(runs, "wall_s"),
+        ratio,
+        *(_train_cells(runs) if _is_train(row) else ()),
+        spread(runs, "cpu_s"),
+        f"{mid(runs, 'extra_bytes') / MIB:.0f}",
+        _moved(row, runs),
+        requests,
+        f"{mid(runs, 'max_in_flight'):.0f}",
+        f"{mid(runs, 'server_cpu_s'):.2f}",
+    ]
 
 
-def _of_bare(row: Row) -> tuple[str, bool]:
-    ratio = _mid(row["runs"]["bare"], "wall_s") / _mid(row["runs"]["ours"], "wall_s")
-    return f"{ratio:.2f}", ratio >= 0.9
+def _train_cells(runs: Runs) -> list[str]:
+    return [
+        spread(runs, "lost_s"),
+        f"{mid(runs, 'blocked_s'):.2f}",
+        f"{1000 * mid(runs, 'step_s'):.1f} to {1000 * mid(runs, 'beside_s'):.1f}",
+        f"{1000 * mid(runs, 'worst_s'):.0f}",
+    ]
 
 
-def _cpu(row: Row) -> tuple[str, bool]:
-    gib = row["num_bytes"] / 1024 / MIB
-    ours, bare = (_mid(row["runs"][name], "cpu_s") / gib for name in ("ours", "bare"))
-    return f"{ours:.2f} / {bare:.2f} s per GiB = {ours / bare:.2f}x", ours <= 1.3 * bare
-
-
-def _peak(row: Row) -> tuple[str, bool]:
-    extra = max(run["extra_bytes"] for run in row["runs"]["ours"])
-    return f"{extra / MIB:.0f} MiB at most", extra <= 1.05 * 256 * MIB
-
-
-def _fetched(row: Row, most: float) -> tuple[str, bool]:
-    runs = row["runs"]["ours"]
-    ratio = _mid(runs, "data_bytes_out") / _mid(runs, "needed_bytes")
-    return f"{ratio:.3f}x", ratio <= most
-
-
-def _in_flight(row: Row) -> tuple[str, bool]:
-    count = _mid(row["runs"]["ours"], "max_in_flight")
-    return f"{count:.0f}", count >= 16
-
-
-def _asked(row: Row, *operations: str) -> tuple[str, bool]:
-    counts = row["runs"]["ours"][-1]["requests"]
-    total = sum(counts.get(one, 0) for one in operations)
-    return str(total), total == 0
-
-
-def _scalars(row: Row) -> tuple[str, bool]:
-    wall = _mid(row["runs"]["ours"], "wall_s")
-    gets = row["runs"]["ours"][-1]["requests"].get("GetObject data", 0)
-    return f"{wall:.2f} s, {gets} data GETs", wall < 1 and not gets
-
-
-_LISTS = ("ListObjects", "HeadObject", "HeadBucket")
-_TARGETS: tuple[tuple[tuple[str, ...], str, Callable[[Row], tuple[str, bool]]], ...] = (
-    (("save", "stock", "ours"), "save 1 GiB: >= 5x faster than stock", lambda r: _speedup(r, 5)),
-    (("save", "bare", "ours"), "save: >= 0.9 of the bare engine's rate", _of_bare),
-    (("save", "bare", "ours"), "save: client CPU <= 1.3 x the bare engine's", _cpu),
-    (("save", "ours"), "save: extra peak memory <= 256 MiB + 5%", _peak),
-    (
-        ("save", "ours"),
-        "save: no LIST, HEAD, COPY, DELETE",
-        lambda r: _asked(r, *_LISTS, "CopyObject", "DeleteObject", "DeleteObjects"),
-    ),
-    (("load", "stock", "ours"), "load 1 GiB: faster than stock", lambda r: _speedup(r, 1)),
-    (("load", "bare", "ours"), "load: client CPU <= 1.3 x the bare engine's", _cpu),
-    (("load", "ours"), "load: extra peak memory <= 256 MiB + 5%", _peak),
-    (("load", "ours"), "load: no LIST, no HEAD", lambda r: _asked(r, *_LISTS)),
-    (("load-64x4", "stock", "ours"), "load 64 x 4 MiB: >= 10x faster", lambda r: _speedup(r, 10)),
-    (("load-64x4", "ours"), "load 64 x 4 MiB: >= 16 requests in flight", _in_flight),
-    (("load-shuffled", "ours"), "any order: fetched <= 1.02 x needed", lambda r: _fetched(r, 1.02)),
-    (("reshard-rows", "ours"), "rows: fetched <= 1.05 x needed", lambda r: _fetched(r, 1.05)),
-    (
-        ("reshard-columns-long", "ours"),
-        "columns, long runs: fetched <= 1.25 x needed",
-        lambda r: _fetched(r, 1.25),
-    ),
-    (
-        ("reshard-columns-short", "ours"),
-        "columns, short runs: fetched <= 1.25 x needed",
-        lambda r: _fetched(r, 1.25),
-    ),
-    (("load-scalars", "ours"), "20,000 scalars: < 1 s, no data GET", _scalars),
-)
+def _moved(row: Row, runs: Runs) -> str:
+    sent, out = mid(runs, "bytes_in") / MIB, mid(runs, "bytes_out") / MIB
+    if row["action"] == "convert":
+        return f"{out:.1f} + {sent:.1f}"
+    if row["action"] != "load":
+        return f"{sent:.1f}"
+    return f"{out:.1f} ({out * MIB / mid(runs, 'needed_bytes'):.2f}x)"

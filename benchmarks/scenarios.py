@@ -1,14 +1,33 @@
-"""The rows of the table: what is saved or loaded, how far away, by whom."""
+"""The rows of the table: what is saved or loaded, over which link, by whom."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
+from benchmarks.link import Link
 from benchmarks.states import Want
+
+__all__ = ["LINKS", "SCENARIOS", "Scenario"]
 
 MIB = 1 << 20
 _ALL = Want()
-_LOADERS = ("stock", "ours", "ours-fsspec")
+_PEERS = {"save": ("s3torch-4", "msc-8"), "load": ("s3torch", "msc"), "convert": ()}
+_OURS = ("ours", "ours-fsspec")
+_SAVERS = ("stock", "stock-8", *_PEERS["save"], *_OURS, "bare")
+_LOADERS = ("stock", *_PEERS["load"], *_OURS, "bare")
+_RANKS = ("stock", "s3torch", "msc", "ours", "ours-shared")
+_CLOUD = Link(latency_s=0.02, jitter_s=0.03, bytes_per_s=100e6)
+
+LINKS: Mapping[str, Link] = MappingProxyType(
+    {
+        "cloud": _CLOUD,
+        "fast": Link(),
+        "tail": replace(_CLOUD, slow_share=0.01, slow_s=1.0),
+        "bursts": replace(_CLOUD, burst_s=0.4, burst_every_s=2.0),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +37,16 @@ class Scenario:
     Attributes:
         name: For the command line.
         title: For the table.
-        action: ``save`` or ``load``.
+        action: ``save``, ``load``, ``train`` (a save in the background of a training loop)
+            or ``convert``.
         kind: Of the state, see `benchmarks.states`.
         num_bytes: Size of the state.
         quick_bytes: Its size in a smoke test.
-        latency_s: Of every request.
-        want: What a load asks for.
+        link: Name in `LINKS`.
+        want: What a load asks for, and how ranks cut the state.
+        saved_ranks: Processes that save what is loaded.
+        num_ranks: Processes that do what is measured.
+        target: Of a conversion: ``pt`` or ``safetensors``.
         systems: Who is measured, in turn.
     """
 
@@ -33,9 +56,12 @@ class Scenario:
     kind: str
     num_bytes: int
     quick_bytes: int
-    latency_s: float = 0.03
+    link: str = "cloud"
     want: Want = _ALL
-    systems: tuple[str, ...] = _LOADERS
+    saved_ranks: int = 1
+    num_ranks: int = 1
+    target: str = ""
+    systems: tuple[str, ...]
 
     def scaled(self, factor: float) -> Scenario:
         """Return the same row with a state of another size."""
@@ -43,98 +69,97 @@ class Scenario:
 
     def quick(self) -> Scenario:
         """Return the same row for a smoke test."""
-        return replace(self, num_bytes=self.quick_bytes, latency_s=0.002)
+        return replace(self, num_bytes=self.quick_bytes)
+
+
+def _row(
+    name: str, title: str, kind: str, mib: float, quick_mib: float, **more: object
+) -> Scenario:
+    action = str(more.pop("action", name.partition("-")[0]))
+    systems = more.pop("systems", None) or ("stock", *_PEERS[action], *_OURS)
+    return Scenario(
+        name=name,
+        title=title,
+        action=action,
+        kind=kind,
+        num_bytes=int(mib * MIB),
+        quick_bytes=int(quick_mib * MIB),
+        systems=systems,  # type: ignore[arg-type]
+        **more,  # type: ignore[arg-type]
+    )
+
+
+_SCALARS = 80_000 / MIB, 400 / MIB
+_EXPERTS = 20_000 * 6.75 / 1024, 0.25
+_ROWS, _COLUMNS = Want(shard_dim=0), Want(shard_dim=1)
+_LAYERS = ("layers", 256, 2)
+
+
+def _reshard(name: str, title: str, want: Want, saved: int, loaded: int) -> Scenario:
+    more = {"want": want, "saved_ranks": saved, "num_ranks": loaded, "systems": _RANKS}
+    return _row(name, title, *_LAYERS, action="load", **more)
 
 
 SCENARIOS = (
-    Scenario(
-        name="save",
-        title="save 1 GiB, tensors of 4 to 64 MiB",
-        action="save",
-        kind="mixed",
-        num_bytes=1024 * MIB,
-        quick_bytes=24 * MIB,
-        systems=("stock", "stock-8", "ours", "ours-fsspec", "bare"),
+    _row("save", "save 1 GiB, tensors of 4 to 64 MiB", "mixed", 1024, 24, systems=_SAVERS),
+    _row("load", "load the same, in the order saved", "mixed", 1024, 24, systems=_LOADERS),
+    _row("save-fast", "save it to a near server", "mixed", 1024, 24, link="fast", systems=_SAVERS),
+    _row(
+        "load-fast", "load it from a near server", "mixed", 1024, 24, link="fast", systems=_LOADERS
     ),
-    Scenario(
-        name="load",
-        title="load the same, in the order saved",
+    _row("save-model", "save 1 GiB of a bf16 model with fp32 moments", "model", 1024, 4),
+    _row("load-model", "load it", "model", 1024, 4),
+    _row("load-64x4", "load 64 x 4 MiB, in the order saved", "even", 256, 8, systems=_LOADERS),
+    _row("load-shuffled", "load 64 x 4 MiB, in another order than saved", "shuffled", 256, 8),
+    _row("save-huge", "save one tensor of 1 GiB", "one", 1024, 16),
+    _row("load-huge", "load it", "one", 1024, 16),
+    _row("save-experts", "save 20,000 small tensors, 132 MiB", "experts", *_EXPERTS),
+    _row("load-experts", "load them", "experts", *_EXPERTS),
+    _row("save-scalars", "save 20,000 scalars", "scalars", *_SCALARS),
+    _row("load-scalars", "load 20,000 scalars", "scalars", *_SCALARS),
+    _row("load-one", "load one tensor of 1 MiB out of 40", "small", 40, 40, want=Want(is_one=True)),
+    _row(
+        "reshard-rows",
+        "1/8 of the rows of a 128 MiB tensor saved whole",
+        *("one", 128, 8),
         action="load",
-        kind="mixed",
-        num_bytes=1024 * MIB,
-        quick_bytes=24 * MIB,
-        systems=(*_LOADERS, "bare"),
+        want=_ROWS,
     ),
-    Scenario(
-        name="load-64x4",
-        title="load 64 x 4 MiB, in the order saved",
+    _row(
+        "reshard-columns-long",
+        "1/8 of the columns of 241 MiB saved whole, in runs of 2 MiB",
+        *("long_runs", 256, 32),
         action="load",
-        kind="even",
-        num_bytes=256 * MIB,
-        quick_bytes=8 * MIB,
-        latency_s=0.05,
-        systems=(*_LOADERS, "bare"),
+        want=_COLUMNS,
     ),
-    Scenario(
-        name="load-shuffled",
-        title="load 64 x 4 MiB, in another order than saved",
+    _row(
+        "reshard-columns-short",
+        "1/8 of the columns of 128 MiB saved whole, in runs of 4 KiB",
+        *("short_runs", 128, 4),
         action="load",
-        kind="shuffled",
-        num_bytes=256 * MIB,
-        quick_bytes=8 * MIB,
-        latency_s=0.05,
+        want=_COLUMNS,
     ),
-    Scenario(
-        name="reshard-rows",
-        title="1/8 of the rows of a 128 MiB tensor saved whole",
-        action="load",
-        kind="rows",
-        num_bytes=128 * MIB,
-        quick_bytes=8 * MIB,
-        want=Want(shard_dim=0),
+    _reshard("rows-4-2", "256 MiB in rows, saved by 4 ranks, loaded by 2", _ROWS, 4, 2),
+    _reshard("rows-2-4", "256 MiB in rows, saved by 2 ranks, loaded by 4", _ROWS, 2, 4),
+    _reshard("columns-4-2", "256 MiB in columns, saved by 4 ranks, loaded by 2", _COLUMNS, 4, 2),
+    _reshard("columns-2-4", "256 MiB in columns, saved by 2 ranks, loaded by 4", _COLUMNS, 2, 4),
+    _row(
+        "load-replicated",
+        "8 ranks that each load all of 128 MiB",
+        *("layers", 128, 2),
+        num_ranks=8,
+        systems=_RANKS,
     ),
-    Scenario(
-        name="reshard-columns-long",
-        title="1/8 of the columns of 241 MiB saved whole, in runs of 2 MiB",
-        action="load",
-        kind="long_runs",
-        num_bytes=256 * MIB,
-        quick_bytes=32 * MIB,
-        want=Want(shard_dim=1),
+    _row(
+        "train",
+        "save 512 MiB in the background of a training loop",
+        *("model", 512, 4),
+        systems=("stock", "stock-8", *_PEERS["save"], "ours"),
     ),
-    Scenario(
-        name="reshard-columns-short",
-        title="1/8 of the columns of 128 MiB saved whole, in runs of 4 KiB",
-        action="load",
-        kind="short_runs",
-        num_bytes=128 * MIB,
-        quick_bytes=4 * MIB,
-        want=Want(shard_dim=1),
-    ),
-    Scenario(
-        name="load-one",
-        title="one tensor of 1 MiB out of 40",
-        action="load",
-        kind="small",
-        num_bytes=40 * MIB,
-        quick_bytes=40 * MIB,
-        want=Want(is_one=True),
-    ),
-    Scenario(
-        name="save-scalars",
-        title="save 20,000 scalars",
-        action="save",
-        kind="scalars",
-        num_bytes=80_000,
-        quick_bytes=400,
-        systems=_LOADERS,
-    ),
-    Scenario(
-        name="load-scalars",
-        title="load 20,000 scalars",
-        action="load",
-        kind="scalars",
-        num_bytes=80_000,
-        quick_bytes=400,
-    ),
+    _row("load-tail", "load 1 GiB, 1% of answers late by 1 s", "mixed", 1024, 24, link="tail"),
+    _row("save-tail", "save 1 GiB, 1% of answers late by 1 s", "mixed", 1024, 24, link="tail"),
+    _row("load-bursts", "load 256 MiB through bursts of 503", "even", 256, 8, link="bursts"),
+    _row("save-bursts", "save 256 MiB through bursts of 503", "even", 256, 8, link="bursts"),
+    _row("convert-pt", "convert 256 MiB to a .pt file", *_LAYERS, target="pt"),
+    _row("convert-safetensors", "convert 256 MiB to safetensors", *_LAYERS, target="safetensors"),
 )

@@ -1,0 +1,94 @@
+"""The processes of a run: servers, and the client that forks the measured ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.job import Job, Site, control
+from benchmarks.link import Link
+
+__all__ = ["Client", "Server"]
+
+_ROOT = Path(__file__).parents[1]
+
+
+class Server(AbstractContextManager["Server"]):
+    """`benchmarks.server` in a process of its own, for as long as the context lasts.
+
+    Args:
+        bucket: Where checkpoints go.
+        key: Of the account; the server's own objects take any.
+        secret: Likewise.
+        upstream: A real server's endpoint, if objects shall lie there.
+    """
+
+    def __init__(self, bucket: str, key: str, secret: str, upstream: str | None) -> None:
+        self._bucket, self._key, self._secret = bucket, key, secret
+        self._arguments = ["--upstream", upstream] if upstream else []
+
+    def __enter__(self) -> Server:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.server", *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_ROOT,
+        )
+        assert self._process.stdout is not None
+        url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+        options = {
+            "key": self._key,
+            "secret": self._secret,
+            "endpoint_url": url,
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
+        self.site = Site(f"s3://{self._bucket}", options, url)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    @property
+    def forgets(self) -> bool:
+        """Whether it drops objects when told; a real server wants them deleted."""
+        return not self._arguments
+
+    def set_link(self, link: Link) -> None:
+        control(self.site, "link", **asdict(link))
+
+    def forget(self, folder: str) -> None:
+        control(self.site, "forget", prefix=folder)
+
+
+class Client(AbstractContextManager["Client"]):
+    """`benchmarks.client`, which forks processes per job, for as long as the context lasts."""
+
+    def __enter__(self) -> Client:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.client"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_ROOT,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def run(self, job: Job) -> dict[str, Any] | None:
+        """Run one job in fresh processes; None if it failed, with a traceback on stderr."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError("the measuring process died")
+        found: dict[str, Any] | None = json.loads(answer)
+        return found

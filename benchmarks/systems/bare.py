@@ -1,0 +1,74 @@
+"""The bare engine: obstore moves as many bytes and does nothing else. The limit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from benchmarks.systems.base import StateDict, System
+
+__all__ = ["bare"]
+
+
+def bare(label: str, layout: str) -> System:
+    """Return obstore's put and ranged gets, sized and concurrent as dcpstore's."""
+    return System(label=label, layout=layout, save=_save, load=_load, is_bare=True)
+
+
+def _store(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """Return obstore's client with the settings that ours uses, and the folder in it."""
+    from obstore.store import S3Store
+
+    bucket, _, folder = url.removeprefix("s3://").partition("/")
+    store = S3Store(
+        bucket,
+        config={
+            "access_key_id": options["key"],
+            "secret_access_key": options["secret"],
+            "endpoint": options["endpoint_url"],
+            "region": "us-east-1",
+            "unsigned_payload": True,
+        },
+        client_options={"allow_http": True, "timeout": "15min"},
+    )
+    return store, f"{folder}/all"
+
+
+def _save(state: StateDict, url: str, options: dict[str, Any]) -> None:
+    """Put a tensor's own memory as one object, with the part size and concurrency of ours."""
+    import obstore
+
+    from dcpstore import WriteConfig
+
+    config = WriteConfig()
+    (payload,) = (memoryview(tensor.view(torch.uint8).numpy().data) for tensor in state.values())
+    starts = range(0, len(payload), config.part_bytes)
+    store, key = _store(url, options)
+    obstore.put(
+        store,
+        key,
+        iter([payload[start : start + config.part_bytes] for start in starts]),
+        use_multipart=True,
+        chunk_size=config.part_bytes,
+        max_concurrency=config.budget_bytes // config.part_bytes,
+    )
+
+
+def _load(state: StateDict, url: str, options: dict[str, Any]) -> None:
+    """Get as many bytes in ranges, with the request size and concurrency of ours; drop them."""
+    import obstore
+
+    from dcpstore import ReadConfig
+
+    config = ReadConfig()
+    store, key = _store(url, options)
+    total = sum(tensor.nbytes for tensor in state.values())
+
+    def get(start: int) -> int:
+        end = min(total, start + config.request_bytes)
+        return len(obstore.get_range(store, key, start=start, end=end))
+
+    with ThreadPoolExecutor(config.max_requests) as executor:
+        assert sum(executor.map(get, range(0, total, config.request_bytes))) == total

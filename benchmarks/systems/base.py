@@ -1,0 +1,85 @@
+"""What a measured system is: something that saves, loads, and perhaps writes in the background."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+__all__ = ["Convert", "StateDict", "System", "of_dcp", "quietly"]
+
+StateDict = dict[str, Any]
+Options = dict[str, Any]
+Convert = Callable[[str, str, Options], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One way to save and to load.
+
+    Attributes:
+        label: For the table.
+        layout: Whose checkpoints it loads: those that the system of this name saved.
+        save: Called with the state, a folder's URL and fsspec's options for it.
+        load: Likewise, with the targets.
+        writer: Makes a DCP writer from URL and options, for saves in the background.
+        converters: By kind of target (``pt``, ``safetensors``): called with the URL of a
+            checkpoint, the URL to write and the options of both.
+        is_bare: Whether it knows nothing of tensors and moves bytes only.
+        needs: Distributions that it is made of and that are not installed with dcpstore.
+    """
+
+    label: str
+    layout: str
+    save: Callable[[StateDict, str, Options], object]
+    load: Callable[[StateDict, str, Options], object]
+    writer: Callable[[str, Options], Any] | None = None
+    converters: Mapping[str, Convert] = field(default_factory=dict)
+    is_bare: bool = False
+    needs: tuple[str, ...] = ()
+
+
+def of_dcp(
+    label: str,
+    layout: str,
+    *,
+    writer: Callable[[str, Options], Any],
+    reader: Callable[[str, Options], Any],
+    converters: Mapping[str, Convert] | None = None,
+    needs: tuple[str, ...] = (),
+) -> System:
+    """Return the system that a DCP writer and a DCP reader make."""
+
+    def save(state: StateDict, url: str, options: Options) -> None:
+        storage_writer = writer(url, options)
+        quietly(lambda: dcp.save(state, storage_writer=storage_writer, no_dist=_is_alone()))
+
+    def load(state: StateDict, url: str, options: Options) -> None:
+        storage_reader = reader(url, options)
+        quietly(lambda: dcp.load(state, storage_reader=storage_reader, no_dist=_is_alone()))
+
+    return System(
+        label=label,
+        layout=layout,
+        save=save,
+        load=load,
+        writer=writer,
+        converters=converters or {},
+        needs=needs,
+    )
+
+
+def quietly(call: Callable[[], object]) -> None:
+    """Call without torch's warnings on ``no_dist`` and the like, which come with every run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call()
+
+
+def _is_alone() -> bool:
+    """Tell whether the ranks of this process's group, if any, exist only in its mesh."""
+    return not dist.is_initialized() or dist.get_backend() == "fake"
