@@ -144,7 +144,7 @@ def _no_optimizer(key: str, paths: Mapping[str, Path], *, has_entries: bool) -> 
     present = _optimizers(paths.values())
     if present:
         what = f"has no optimizer under {key!r}; it has {_names(present)}"
-        return f"the checkpoint {what}. Pass that as optimizer_key"
+        return f"the checkpoint {what}. Pass that as the key"
     tops = sorted({str(path[0]) for path in paths.values()})
     also = f" ({key!r} is there, but is none)" if has_entries else ""
     return (
@@ -158,8 +158,8 @@ def _optimizers(paths: Iterable[Path]) -> list[str]:
     found = set()
     for path in paths:
         for at, step in enumerate(path):
-            before, _, after = str(step).partition(f"{_GROUPS}.")
-            if step == _GROUPS or (after and (not before or before.endswith("."))):
+            before, mark, _ = f"{step}.".partition(f"{_GROUPS}.")
+            if mark and (not before or before.endswith(".")):
                 found.add(".".join(map(str, [*path[:at], *([before[:-1]] if before else [])])))
                 break
     return sorted(found)

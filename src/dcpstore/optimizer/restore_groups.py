@@ -6,18 +6,62 @@ otherwise, as long as no group of it joins parameters that were saved with diffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from dcpstore.errors import IncompatibleError
 from dcpstore.optimizer.entries import Path
-from dcpstore.optimizer.live_optimizer import NOT_OPTIONS, LiveGroup
+from dcpstore.optimizer.live_optimizer import NOT_OPTIONS, LiveGroup, listed
 from dcpstore.optimizer.saved_state import SavedState, nest
 
-__all__ = ["SavedOptions", "with_saved_options"]
+__all__ = ["SavedOptions", "check_options", "with_saved_options"]
+
+# Hyperparameters that torch's optimizers gained over time, and that say nothing of their kind.
+_GAINED = frozenset(
+    ["foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"]
+)
+
+
+@cache
+def _kind_options() -> frozenset[str]:
+    """Return the hyperparameters that tell torch's optimizers apart.
+
+    Others are the caller's own, such as a group's name, or a scheduler's, such as
+    ``initial_lr``; nothing follows from their being there or not.
+    """
+    kinds = [one for one in vars(torch.optim).values() if inspect.isclass(one)]
+    names = {
+        name
+        for kind in kinds
+        if issubclass(kind, Optimizer)
+        for name in inspect.signature(kind).parameters
+    }
+    return frozenset(names - {"params"} - _GAINED)
+
+
+def check_options(optimizer: Optimizer, saved: Collection[str]) -> None:
+    """Compare the names of all saved hyperparameters with those that an optimizer needs.
+
+    Raises:
+        IncompatibleError: If some of those that tell optimizers apart were not saved.
+    """
+    lacking = (optimizer.defaults.keys() & _kind_options()) - set(saved)
+    if saved and lacking:
+        raise IncompatibleError(_another_kind(optimizer, "lacks", lacking))
+
+
+def _another_kind(optimizer: Optimizer, verb: str, names: Iterable[str]) -> str:
+    return (
+        f"the checkpoint's optimizer is of another kind than {type(optimizer).__name__}: it"
+        f" {verb} {listed(sorted(names))}. Make the optimizer that was saved, or begin with a"
+        " new one"
+    )
 
 
 class SavedOptions:
@@ -78,6 +122,9 @@ def with_saved_options(
                 )
             options[name] = value
             first.setdefault(name, fqn)
+    extra = (options.keys() & _kind_options()) - group.options.keys()
+    if extra:
+        raise IncompatibleError(_another_kind(group.optimizer, "has", extra))
     _check_decay(group, options)
     fitted = {name: _like(group.options.get(name), value) for name, value in options.items()}
     return replace(group, options={**group.options, **fitted})
@@ -86,7 +133,7 @@ def with_saved_options(
 def _check_decay(group: LiveGroup, options: Mapping[str, Any]) -> None:
     """Tell Adam from AdamW, which differ in this only: torch would turn one into the other."""
     name = "decoupled_weight_decay"
-    own = group.options.get(name)
+    own = group.options.get(name) if isinstance(group.optimizer, torch.optim.Adam) else None
     if name in options and own is not None and bool(options[name]) != bool(own):
         saved, kind = ("AdamW", "Adam") if options[name] else ("Adam", "AdamW")
         raise IncompatibleError(

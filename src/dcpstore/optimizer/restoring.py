@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpstore.errors import IncompatibleError
 from dcpstore.optimizer.entries import Entry, Path, find_entries
-from dcpstore.optimizer.fit import check_kind
 from dcpstore.optimizer.layout import make_target
 from dcpstore.optimizer.live_optimizer import LiveGroup, LiveOptimizer, LiveParam, listed
 from dcpstore.optimizer.live_probe import Probe, probe_optimizer
-from dcpstore.optimizer.restore_groups import SavedOptions, with_saved_options
+from dcpstore.optimizer.restore_groups import SavedOptions, check_options, with_saved_options
 from dcpstore.optimizer.saved_state import SavedState, nest, state_key, stored_names
 from dcpstore.planners.rules import Rename, Strictness, is_strict
 from dcpstore.report import LoadResult
@@ -93,9 +92,10 @@ class Restoring:
         """
         names = {name for stored in self._names.values() for name in stored}
         entries = find_entries(metadata, self._key, names)
-        for optimizer in self._live.optimizers:
-            check_kind(entries, optimizer)
         self._saved = SavedState.of(entries, self._key, names)
+        options = {entry.name for entry in self._saved.hyperparameters()}
+        for optimizer in self._live.optimizers:
+            check_options(optimizer, options)
         if self._saved.is_numbered and not names & self._saved.state.keys():
             self._names = {fqn: [str(number)] for number, fqn in enumerate(self._params)}
         problems: list[str] = []
@@ -222,7 +222,7 @@ class Restoring:
         unknown: Sequence[str],
     ) -> list[str]:
         """Return what the optimizers keep with these hyperparameters and was not saved."""
-        if not any(self._lacks(fqn, self._expected, state) for fqn in self._params):
+        if not unknown and not any(self._lacks(fqn, self._expected, state) for fqn in self._params):
             return []
         expected = self._probe(groups)
         missing = []
