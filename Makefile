@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS_READY := $(VENV)/.peers-ready
 # Two workers: the suite is built to fit two cores, and rank tests start processes of their own.
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
@@ -19,7 +20,7 @@ help:
 	@echo 'make demo      train, save to an emulated bucket, load on other ranks, compare'
 	@echo 'make test      every check: format, lint, types, layers, tests'
 	@echo 'make lint      the same without the tests'
-	@echo 'make bench     benchmarks (BENCH_ARGS=--quick: do they run?)'
+	@echo 'make bench     benchmarks beside the peers (BENCH_ARGS=--quick: do they run?)'
 	@echo 'make gpu       tests that need a CUDA device'
 	@echo 'make campaign  long fault schedules'
 	@echo 'make clean     remove .venv and caches'
@@ -51,7 +52,12 @@ test: $(READY)
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory unit
 
-bench: $(READY)
+# What dcpstore is measured beside; torch stays the one that is there.
+$(PEERS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+bench: $(PEERS_READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 gpu: $(READY)
