@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpstore.budget import ByteBudget, Cancelled
+from dcpstore.collector import collector_paused
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
 from dcpstore.format.checksum import find_bad_block
@@ -39,8 +40,8 @@ from dcpstore.ranges import ByteRange
 from dcpstore.records import decode, is_worth_placing, place
 from dcpstore.slots import (
     Slot,
-    copy_box,
     copy_decoded,
+    copy_inline,
     copy_piece,
     make_slots,
     needed_bytes,
@@ -145,6 +146,10 @@ class ReadJob:
         Raises:
             IncompatibleError: If a target does not fit; nothing was changed.
         """
+        with collector_paused():
+            self._prepare(read_items, planner)
+
+    def _prepare(self, read_items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         targets = resolve_targets(
             read_items, planner, self._items, self._metadata, self._config.casts
         )
@@ -190,7 +195,7 @@ class ReadJob:
             if target.tensor is None:
                 planner.load_bytes(target.read_item, io.BytesIO(item.inline))
             elif item.kind == "raw":
-                copy_box(item, memoryview(item.inline), target)
+                copy_inline(item, item.inline, target)
             else:
                 copy_decoded(decode_opaque(item.inline), target)
             self._num_touched += 1

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from dcpstore.collectives import RankGroup, steps
 from dcpstore.collectives.board import BoardLostError
+from dcpstore.collector import collector_paused
 from dcpstore.config import WriteConfig
 from dcpstore.errors import CheckpointError, CommitUnknownError, ConfigError, RankFailures
 from dcpstore.plan_exchange import AgreedPlan, agree_on_save_plan
@@ -162,6 +163,10 @@ class _SaveJob:
         return result
 
     def _plan_locally(self, state_dict: Mapping[str, Any]) -> SavePlan:
+        with collector_paused():
+            return self._plan(state_dict)
+
+    def _plan(self, state_dict: Mapping[str, Any]) -> SavePlan:
         state = {
             key: value.state_dict() if isinstance(value, Stateful) else value
             for key, value in state_dict.items()
@@ -189,7 +194,8 @@ class _SaveJob:
     def _seal(self, agreed: AgreedPlan, shares: Sequence[_Share]) -> SaveResult:
         assert agreed.make_metadata is not None
         with self._phases.phase("seal"):
-            metadata = agreed.make_metadata()
+            with collector_paused():
+                metadata = agreed.make_metadata()
             self._writer.finish(metadata, [share.results for share in shares])
         stats = [share.stats for share in shares]
         return SaveResult(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dcpstore.errors import CorruptError
-from dcpstore.format.copying import copy_box_in
+from dcpstore.format.copying import copy_box_in, set_payload
 from dcpstore.format.dtypes import dtype_from_name, dtype_name, item_bytes
 from dcpstore.format.head import HeadAnswer, NeedMoreBytes
 from dcpstore.manifest import StoredItem
@@ -23,6 +23,7 @@ __all__ = [
     "as_raw",
     "copy_box",
     "copy_decoded",
+    "copy_inline",
     "copy_piece",
     "make_slots",
     "needed_bytes",
@@ -162,6 +163,16 @@ def copy_piece(piece: Piece, data: memoryview, slot: Slot) -> None:
         box.sizes,
         part,
     )
+
+
+def copy_inline(item: StoredItem, payload: bytes, target: Target) -> None:
+    """Copy a target's box out of the payload of a chunk that the manifest holds."""
+    assert target.tensor is not None
+    is_whole = tuple(target.read_item.lengths) == item.sizes == tuple(target.tensor.shape)
+    is_exact = is_whole and target.tensor.dtype == dtype_from_name(item.dtype)
+    is_first = not any(target.read_item.storage_offsets)
+    if not (is_exact and is_first and set_payload(target.tensor, payload)):
+        copy_box(item, memoryview(payload), target)
 
 
 def copy_box(item: StoredItem, payload: memoryview, target: Target) -> None:

@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpstore import keys
+from dcpstore.collector import collector_paused
 from dcpstore.config import WriteConfig
 from dcpstore.errors import IncompatibleError
 from dcpstore.format.checksum import BlockChecksummer
-from dcpstore.format.copying import copy_bytes_out
+from dcpstore.format.copying import copy_bytes_out, payload_bytes
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.record import plan_record
 from dcpstore.format.tensors import encode_opaque, is_freed, is_plain, to_plain
@@ -125,7 +126,8 @@ class WriteJob:
             stored_bytes=sum(stored.size_bytes for stored in uploads.objects.values()),
             peak_bytes=uploads.peak_bytes,
         )
-        return [self._result(draft, uploads.objects[draft.item.key]) for draft in drafts]
+        with collector_paused():
+            return [self._result(draft, uploads.objects[draft.item.key]) for draft in drafts]
 
     def _result(self, draft: _Draft, stored: DataObject) -> WriteResult:
         item = replace(draft.item, checksums=draft.checksummer.finish())
@@ -170,7 +172,7 @@ class WriteJob:
         stream.begin_checked(checksummer)
         inline = None
         if self._may_inline(layout.payload_bytes):
-            inline = _payload(tensor)
+            inline = payload_bytes(tensor)
             stream.write(inline)
         else:
             stream.write_tensor(tensor)
@@ -290,17 +292,10 @@ def _check_tensor(item: WriteItem, data: object) -> torch.Tensor:
     tensor = to_plain(data)
     if is_plain(tensor) and is_freed(tensor):
         raise IncompatibleError(
-            f"the memory of {item.index.fqn!r} was freed: its storage is smaller than the tensor."
+            f"the memory of {item.index.fqn!r} was freed: its storage is empty."
             " With FSDP, save the sharded state dict, not parameters outside forward"
         )
     return tensor
-
-
-def _payload(tensor: torch.Tensor) -> bytes:
-    num_bytes = tensor.numel() * tensor.element_size()
-    out = torch.empty(num_bytes, dtype=torch.uint8)
-    copy_bytes_out(tensor, 0, num_bytes, out)
-    return out.numpy().tobytes()
 
 
 def _record_pieces(tensor: torch.Tensor) -> Iterator[memoryview | bytes]:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcpstore import keys
+from dcpstore.collector import collector_paused
 from dcpstore.commit import Found, Sealer, probe, sweep
 from dcpstore.config import WriteConfig
 from dcpstore.errors import (
@@ -240,7 +241,8 @@ class ObjectStoreWriter(StorageWriter):
         made = {result.storage_data.object.key for result in flat}
         unsealed = {*made, keys.manifest_key(self._save_id)}
         try:
-            pickled, manifest = self._describe(metadata, flat)
+            with collector_paused():
+                pickled, manifest = self._describe(metadata, flat)
         except BaseException:
             sweep(store, unsealed, why="this failed save")
             raise

@@ -16,6 +16,7 @@ disjoint targets.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,14 @@ from torch.autograd.graph import increment_version
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["as_bytes", "copy_box_in", "copy_bytes_out", "host_payload"]
+__all__ = [
+    "as_bytes",
+    "copy_box_in",
+    "copy_bytes_out",
+    "host_payload",
+    "payload_bytes",
+    "set_payload",
+]
 
 _SCRATCH_BYTES = 1 << 20
 
@@ -112,6 +120,39 @@ def _copy_on_host(source: npt.NDArray[np.uint8], out: torch.Tensor) -> None:
     np.copyto(_array_over(out), source)
     if not out.is_inference():
         increment_version(out)  # as copy_ does, for autograd's check of saved tensors
+
+
+# --- small tensors -----------------------------------------------------------------
+
+
+def payload_bytes(tensor: torch.Tensor) -> bytes:
+    """Return a small plain tensor's payload."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes and tensor.device.type == "cpu" and _is_payload(tensor):
+        # A tenth of the time that views in torch and numpy take.
+        return ctypes.string_at(tensor.data_ptr(), num_bytes)
+    out = torch.empty(num_bytes, dtype=torch.uint8)
+    copy_bytes_out(tensor, 0, num_bytes, out)
+    return out.numpy().tobytes()
+
+
+def set_payload(tensor: torch.Tensor, payload: bytes) -> bool:
+    """Overwrite a small host tensor with its whole payload, if its memory is its payload.
+
+    Args:
+        tensor: Of the payload's dtype and shape.
+        payload: Exactly the tensor's bytes.
+
+    Returns:
+        Whether it was done; `copy_box_in` does it for any tensor.
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    if tensor.device.type != "cpu" or not _is_payload(tensor) or len(payload) != num_bytes:
+        return False
+    ctypes.memmove(tensor.data_ptr(), payload, num_bytes)
+    if not tensor.is_inference():
+        increment_version(tensor)
+    return True
 
 
 # --- out of a tensor ---------------------------------------------------------------

@@ -39,16 +39,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor's storage was resized to less than the tensor.
-
-    FSDP frees unsharded parameters that way; to read or write them would touch memory that
-    belongs to somebody else.
-    """
-    if not tensor.numel():
-        return False
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    return tensor.untyped_storage().nbytes() < needed
+    """Whether a plain tensor's storage was resized to nothing, as FSDP frees parameters."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor:

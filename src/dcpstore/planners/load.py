@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
+from dcpstore.collector import collector_paused
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.planners.lookup import find_object
 from dcpstore.planners.rules import KeyRules, Rename, Strictness, is_strict
@@ -33,6 +34,8 @@ from dcpstore.torch_private import (
 )
 
 __all__ = ["KeyReport", "LoadPlanner"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True)
@@ -128,6 +131,10 @@ class LoadPlanner(DcpLoadPlanner):
         """
         metadata = self.metadata
         assert metadata is not None, "set_up_planner was given no metadata"
+        with collector_paused():
+            return self._match(metadata)
+
+    def _match(self, metadata: Metadata) -> LoadPlan:
         names = self._rules.stored_names(list(self.state_dict))
         saved = metadata.state_dict_metadata
         items: list[ReadItem] = []
@@ -144,7 +151,10 @@ class LoadPlanner(DcpLoadPlanner):
                 problems.append(problem)
                 continue
             self._note_loaded(name, entry, value)
-            if is_in_mesh(value):
+            whole = _whole_item(entry, value, fqn, name)
+            if whole is not None:
+                items.append(whole)
+            elif is_in_mesh(value):
                 items += _stored_as(create_read_items(fqn, entry, value), fqn, name)
         self.report.unexpected = sorted(saved.keys() - set(names.values()))
         if problems:
@@ -214,6 +224,24 @@ class LoadPlanner(DcpLoadPlanner):
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """Narrow a shard to the box that the item fills."""
         return narrow(tensor, read_item.dest_offsets, read_item.lengths)
+
+
+def _whole_item(entry: Any, value: Any, fqn: str, name: str) -> ReadItem | None:
+    """Return the item of a plain tensor that is stored as one chunk; None for others.
+
+    What DCP's `create_read_items` would return, in a tenth of the time: scalars by the ten
+    thousand are such tensors.
+    """
+    if type(value) not in _PLAIN or not isinstance(entry, TensorStorageMetadata):
+        return None
+    if len(entry.chunks) != 1 or entry.chunks[0].sizes != value.shape or not value.numel():
+        return None
+    zeros = entry.chunks[0].offsets
+    if any(zeros):
+        return None
+    index = MetadataIndex(fqn, zeros, 0)
+    stored = index if fqn == name else MetadataIndex(name, zeros, 0)
+    return ReadItem(LoadItemType.TENSOR, index, zeros, stored, zeros, value.shape)
 
 
 def _stored_as(items: Sequence[ReadItem], fqn: str, name: str) -> list[ReadItem]:
