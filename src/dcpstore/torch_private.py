@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpstore.errors import IncompatibleError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "canonical_names",
+    "RebuildFunctions",
     "create_read_items",
     "dcp_format_version",
     "dedup_save_plans",
@@ -37,8 +38,11 @@ __all__ = [
     "meta_storage",
     "named_storage_class",
     "narrow",
+    "rebuild_functions",
     "set_element",
     "storage_identity",
+    "tensor_attributes",
+    "tensor_lazy_bits",
     "typed_storage",
     "validate_global_plan",
     "wait_async_collective",
@@ -387,3 +391,60 @@ def storage_identity(value: Any) -> int:
     elif isinstance(value, torch.storage.TypedStorage):
         value = value._untyped_storage  # noqa: SLF001 - this module's job
     return int(value._cdata)  # noqa: SLF001
+
+
+# --- convert -------------------------------------------------------------------------
+# The functions that a torch.save file calls to rebuild its tensors. Part of the stored format:
+# torch keeps them for the files that are there.
+
+
+class RebuildFunctions(NamedTuple):
+    """What stands in a pickle for a tensor, by kind."""
+
+    tensor: Any
+    tensor_with_dtype: Any
+    parameter: Any
+    parameter_with_state: Any
+    sparse: Any
+    meta: Any
+    from_type: Any
+
+
+def rebuild_functions() -> RebuildFunctions:
+    """Return torch's functions that rebuild tensors."""
+    from torch import _tensor, _utils
+
+    return RebuildFunctions(
+        tensor=_utils._rebuild_tensor_v2,  # noqa: SLF001 - this module's job
+        tensor_with_dtype=_utils._rebuild_tensor_v3,  # noqa: SLF001
+        parameter=_utils._rebuild_parameter,  # noqa: SLF001
+        parameter_with_state=_utils._rebuild_parameter_with_state,  # noqa: SLF001
+        sparse=_utils._rebuild_sparse_tensor,  # noqa: SLF001
+        meta=_utils._rebuild_meta_tensor_no_storage,  # noqa: SLF001
+        from_type=_tensor._rebuild_from_type_v2,  # noqa: SLF001
+    )
+
+
+def tensor_attributes(tensor: torch.Tensor) -> Any:
+    """Return the Python attributes that a tensor was given, as ``torch.save`` keeps them."""
+    from torch import _utils
+
+    attributes: Any = _utils._get_obj_state  # noqa: SLF001
+    return attributes(tensor)
+
+
+def tensor_lazy_bits(tensor: torch.Tensor) -> dict[str, bool]:
+    """Return the conjugate and negative bits of a tensor where they are set."""
+    from torch import _utils
+
+    bits: Any = _utils.get_tensor_metadata
+    return dict(bits(tensor))
+
+
+def set_lazy_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """Return a view of a tensor that reads and writes its elements conjugated or negated."""
+    import torch
+
+    if conj:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001 - this module's job

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -97,6 +98,7 @@ class _Chooser:
         self._file = file
         self._leaves = flatten(file.value, file.url)
         self._names = selection.names(list(self._leaves.values))
+        self._takes = selection.rules.takes
         lengths = {one: file.storages[key].num_bytes for one, key in file.identities.items()}
         self._recast = Recast(StorageViews(lengths))
         self._replaced, self._cast = self._cast_tensors(StorageViews(lengths), selection)
@@ -121,11 +123,16 @@ class _Chooser:
         return replaced, cast
 
     def run(self) -> FileChoice:
-        structure = rearrange(self._file.value, self._leaves, self._names, self._replaced)
+        structure = rearrange(
+            self._file.value, self._leaves, self._names, self._replaced, self._takes
+        )
         leaves = flatten(structure, self._file.url)
-        if set(leaves.values) != set(self._names.values()):
-            odd = set(leaves.values) ^ set(self._names.values())
-            raise ConfigError(f"rename makes the keys ambiguous: {sorted(odd)[:3]}")
+        written = set(self._names.values())
+        odd = [name for name, value in leaves.values.items() if not _may_be(name, value, written)]
+        if odd or not written <= leaves.values.keys():
+            raise ConfigError(
+                f"rename makes keys ambiguous, such as {(odd or sorted(written))[0]!r}"
+            )
         for fqn, name in self._names.items():
             self._sort_in(fqn, name)
         pickled = pickle_structure(structure, self._views)
@@ -137,11 +144,12 @@ class _Chooser:
             for name, record in records.items()
         }
         layout = Layout(pickled.data, members, [by_identity[one] for one in extra])
-        written = [name for name in leaves.values if name not in self._skipped_names()]
+        written -= {self._names[fqn] for fqn in self._skipped}
+        ordered = [name for name in leaves.values if name in written]
         primary, aliases = self._aliases()
         return FileChoice(
-            names=written,
-            paths={name: leaves.paths[name] for name in written},
+            names=ordered,
+            paths={name: leaves.paths[name] for name in ordered},
             tensors=primary,
             aliases=aliases,
             opaques=self._opaques,
@@ -151,9 +159,6 @@ class _Chooser:
             skipped=self._skipped,
             cast=self._cast,
         )
-
-    def _skipped_names(self) -> set[str]:
-        return {self._names[fqn] for fqn in self._skipped}
 
     def _sort_in(self, fqn: str, name: str) -> None:
         value = self._leaves.values[fqn]
@@ -196,6 +201,11 @@ class _Chooser:
         odd = set(pickled.bare)
         odd |= {storage_identity(one) for one in pickled.stand_ins if view_of(one) not in covered}
         return [one for one in pickled.storages.values() if one in odd and one not in found]
+
+
+def _may_be(name: str, value: Any, written: Set[str]) -> bool:
+    """Tell whether a leaf is expected: what is left out of a list leaves None there."""
+    return name in written or value is None
 
 
 def view_of(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]:

@@ -105,6 +105,8 @@ class FileSavePlanner(SavePlanner):
         read_bytes: Returns the bytes of a value, or of the layout, by key.
     """
 
+    keeps_tensors = False  # the memory of a tensor that was taken counts no longer
+
     def __init__(
         self,
         choice: FileChoice,

@@ -8,7 +8,7 @@ which tensors share a storage.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -67,7 +67,11 @@ def flatten(value: Any, what: str) -> Leaves:
 
 
 def rearrange(
-    value: Any, leaves: Leaves, names: Mapping[str, str], replaced: Mapping[str, Any]
+    value: Any,
+    leaves: Leaves,
+    names: Mapping[str, str],
+    replaced: Mapping[str, Any],
+    takes: Callable[[str], bool],
 ) -> Any:
     """Return a structure with some of the leaves, some under other names or with other values.
 
@@ -80,6 +84,7 @@ def rearrange(
         leaves: Of it.
         names: New key of each leaf that stays.
         replaced: New value of some leaves, by old key.
+        takes: Whether the key of a container that was empty before takes part.
 
     Raises:
         ConfigError: If a new name leads through a leaf.
@@ -91,7 +96,7 @@ def rearrange(
         for fqn, name in names.items()
         if fqn == name
     }
-    copied = _Pruner(set(leaves.paths.values()), kept).prune(value, ())
+    copied = _Pruner(set(leaves.paths.values()), kept, takes).prune(value, ())
     copied = _emptied(value) if copied is _GONE else copied
     for fqn, name in names.items():
         if fqn != name:
@@ -113,14 +118,17 @@ class _Pruner:
 
     leaf_paths: set[Path]
     kept: Mapping[Path, Any]
+    takes: Callable[[str], bool]
 
     def prune(self, value: Any, path: Path) -> Any:
         if path in self.leaf_paths:
             return self.kept.get(path, _GONE)
+        if not value:
+            return copy.copy(value) if self.takes(".".join(map(str, path))) else _GONE
         if isinstance(value, Mapping):
             return self._prune_mapping(value, path)
         parts = [self.prune(one, (*path, number)) for number, one in enumerate(value)]
-        if parts and all(part is _GONE for part in parts):
+        if all(part is _GONE for part in parts):
             return _GONE
         copied = copy.copy(value)
         copied[:] = [None if part is _GONE else part for part in parts]
@@ -128,7 +136,7 @@ class _Pruner:
 
     def _prune_mapping(self, value: Mapping[Any, Any], path: Path) -> Any:
         parts = {key: self.prune(one, (*path, str(key))) for key, one in value.items()}
-        if parts and all(part is _GONE for part in parts.values()):
+        if all(part is _GONE for part in parts.values()):
             return _GONE
         copied = _emptied(value)
         copied.update((key, part) for key, part in parts.items() if part is not _GONE)
