@@ -30,8 +30,7 @@ T = TypeVar("T")
 __all__ = ["FileBox", "Filler"]
 
 _FILE = "file"  # there is but one object to read
-# A header and the first bytes behind it travel together.
-_HEADER_ROOM_BYTES = 64 << 10
+_MAX_HEADER_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +74,7 @@ class Filler:
         self._members = members
         self._config = config
         self._request_bytes = max(1, min(config.request_bytes, budget_bytes))
-        self._budget = ByteBudget(budget_bytes + _HEADER_ROOM_BYTES)
+        self._budget = ByteBudget(budget_bytes)
         self._what = what
         self._stats = stats
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-fill")
@@ -151,14 +150,16 @@ class Filler:
         by_key = {
             _FILE: [
                 *pieces.by_key.get(_FILE, ()),
-                *self._cut(looks, _HEADER_ROOM_BYTES).by_key.get(_FILE, ()),
+                *self._cut(looks, _MAX_HEADER_BYTES).by_key.get(_FILE, ()),
             ]
         }
         for number, one in enumerate(fillings):
             one.slot.missing = pieces.per_slot[number]
+        # So that a header travels with the first bytes behind it.
+        room = max((guesses[key] - self._members[key].header_offset for key in headers), default=0)
         requests = join_pieces(
             by_key,
-            request_bytes=self._request_bytes + _HEADER_ROOM_BYTES,
+            request_bytes=self._request_bytes + room,
             join_gap_bytes=self._config.join_gap_bytes,
         )
         return fillings, headers, requests

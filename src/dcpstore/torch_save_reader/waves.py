@@ -15,7 +15,6 @@ log2(W) times, and every rank receives each of its bytes once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -212,8 +211,7 @@ def _cut(
     if num_bytes <= wave_bytes or axis is None:
         yield low, high
         return
-    length = int(high[axis] - low[axis])
-    step = math.ceil(length / min(length, math.ceil(num_bytes / wave_bytes)))
+    step = max(int(high[axis] - low[axis]) * wave_bytes // num_bytes, 1)
     # Ranks that do not touch this region touch none of its pieces.
     starts, ends = starts[wanted], ends[wanted]
     for at in range(int(low[axis]), int(high[axis]), step):
