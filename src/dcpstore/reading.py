@@ -152,6 +152,8 @@ class Checkpoint:
         self._folder = folder
         self._config = config
         self._meter = meter
+        self.discovered = discovered
+        """What was read to open it."""
         self._metadata = discovered.open(config)
         self._items: dict[MetadataIndex, StoredItem] = dict(self._metadata.storage_data)
         self._chunks: dict[str, _Chunks] = {}
@@ -172,6 +174,11 @@ class Checkpoint:
     def url(self) -> str:
         """The folder, without secrets."""
         return self._folder.url
+
+    @property
+    def store(self) -> Store:
+        """The open store, rooted at the folder."""
+        return self._folder.open()
 
     @property
     def metadata(self) -> Metadata:

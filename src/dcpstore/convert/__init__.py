@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from dcpstore.convert.result import ConvertResult
 
 if TYPE_CHECKING:
+    from dcpstore.convert.dcp_copy import dcp_to_dcp
     from dcpstore.convert.safetensors import dcp_to_safetensors, safetensors_to_dcp
     from dcpstore.convert.torch_from_dcp import dcp_to_torch_save
     from dcpstore.convert.torch_save import torch_save_to_dcp
 
 __all__ = [
     "ConvertResult",
+    "dcp_to_dcp",
     "dcp_to_safetensors",
     "dcp_to_torch_save",
     "safetensors_to_dcp",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "dcp_to_dcp": "dcpstore.convert.dcp_copy",
     "dcp_to_torch_save": "dcpstore.convert.torch_from_dcp",
     "torch_save_to_dcp": "dcpstore.convert.torch_save",
     "dcp_to_safetensors": "dcpstore.convert.safetensors",

@@ -11,7 +11,7 @@ A block is row-major and dense, so the blocks of a tensor make up its payload.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -126,7 +126,7 @@ def _merged(groups: list[tuple[int, int]], max_rows: int) -> list[tuple[int, int
 
 def read_blocks(
     checkpoint: Checkpoint, blocks: Iterable[Block], block_bytes: int
-) -> Iterator[tuple[Block, Content]]:
+) -> Generator[tuple[Block, Content], None, None]:
     """Yield each block with its content, in order.
 
     The content is valid until the next is asked for. One thread of this reads ahead; the

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -36,6 +35,7 @@ from dcpstore.collectives import RankGroup, steps
 from dcpstore.config import ReadConfig
 from dcpstore.convert.dcp_blocks import Block, Content, plan_blocks, plan_value, read_blocks
 from dcpstore.convert.dcp_memory import Shares
+from dcpstore.convert.dcp_share import own_run
 from dcpstore.convert.result import ConvertResult
 from dcpstore.discovery import discover
 from dcpstore.errors import ConflictError
@@ -187,15 +187,14 @@ class _StreamingPlanner(SavePlanner):
         self._block_bytes = block_bytes
         self._rank, self._num_ranks = group.rank, group.size
         self._blocks: dict[tuple[str, tuple[int, ...] | None], Block] = {}
-        self._contents: Iterator[tuple[Block, Content]] = iter(())
+        self._contents: Generator[tuple[Block, Content], None, None] | None = None
 
     def __enter__(self) -> _StreamingPlanner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        close = getattr(self._contents, "close", None)
-        if close is not None:
-            close()
+        if self._contents is not None:
+            self._contents.close()
 
     def set_up_planner(
         self,
@@ -211,7 +210,8 @@ class _StreamingPlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         planned = [(entry, block) for entry in self._entries for block in self._plan(entry)]
         items = []
-        for entry, block in _share(planned, self._rank, self._num_ranks):
+        costs = [block.num_bytes for _, block in planned]
+        for entry, block in own_run(planned, costs, self._rank, self._num_ranks):
             item = _write_item(entry, block)
             items.append(item)
             self._blocks[_key(item)] = block
@@ -228,21 +228,10 @@ class _StreamingPlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        assert self._contents is not None, "finish_plan comes first"
         block, content = next(self._contents)
         assert block is self._blocks[_key(write_item)], "items are resolved in the plan's order"
         return io.BytesIO(content) if isinstance(content, bytes) else content
-
-
-def _share(
-    planned: Sequence[tuple[SinkEntry, Block]], rank: int, num_ranks: int
-) -> list[tuple[SinkEntry, Block]]:
-    """Return a rank's run of the blocks: neighbours stay together, bytes are balanced."""
-    costs = [block.num_bytes + 1 for _, block in planned]
-    total = sum(costs)
-    starts = accumulate(costs[:-1], initial=0)
-    return [
-        one for one, at in zip(planned, starts, strict=False) if at * num_ranks // total == rank
-    ]
 
 
 def _write_item(entry: SinkEntry, block: Block) -> WriteItem:

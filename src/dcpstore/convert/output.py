@@ -12,25 +12,37 @@ published earlier under the same `Outputs` is deleted again, unless it replaced 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from dcpstore.collectives import RankGroup
+from dcpstore.collectives.board import BoardLostError
 from dcpstore.commit import sweep
 from dcpstore.config import WriteConfig
 from dcpstore.errors import (
     AlreadyExistsError,
+    CheckpointError,
+    CommitUnknownError,
     ConfigError,
     ConflictError,
     NotFoundError,
+    RankFailures,
     StoreError,
 )
+from dcpstore.manifest import DataObject
 from dcpstore.progress import Meter
 from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Store
 from dcpstore.store.location import parse_location
 from dcpstore.upload import ObjectStream, Uploads
 
-__all__ = ["MIN_OUTPUT_BYTES", "Outputs", "file_location", "part_bytes_for"]
+__all__ = [
+    "MIN_OUTPUT_BYTES",
+    "Outputs",
+    "file_location",
+    "is_surely_unpublished",
+    "part_bytes_for",
+]
 
 _MIB = 1 << 20
 _LEAST_PART_BYTES = 5 * _MIB  # S3's
@@ -126,9 +138,14 @@ class Outputs:
             self._take_back()
 
     @property
+    def stored(self) -> Mapping[str, DataObject]:
+        """Each file as the store acknowledged it; complete when the context manager was left."""
+        return self._uploads.objects
+
+    @property
     def objects(self) -> dict[str, int]:
         """Size in bytes of each file; complete when the context manager was left."""
-        return {key: stored.size_bytes for key, stored in self._uploads.objects.items()}
+        return {key: stored.size_bytes for key, stored in self.stored.items()}
 
     @property
     def peak_bytes(self) -> int:
@@ -237,3 +254,20 @@ def _exists(store: Store, key: str) -> AlreadyExistsError:
         f"{store.url} already holds {key}. Convert to another place, or pass overwrite=True to"
         " replace it. It was left as it is"
     )
+
+
+def is_surely_unpublished(error: BaseException, group: RankGroup, last_step: str) -> bool:
+    """Tell whether what the coordinator puts last cannot be there: its files may be deleted.
+
+    Args:
+        error: What ended the conversion on this rank.
+        group: The ranks.
+        last_step: The step in which the coordinator puts it.
+    """
+    if not isinstance(error, RankFailures) or isinstance(error.__cause__, BoardLostError):
+        return False
+    if error.step != last_step:
+        return True
+    cause = error.exceptions.get(group.coordinator)
+    is_unknown = isinstance(cause, CommitUnknownError) or getattr(cause, "retryable", False)
+    return isinstance(cause, CheckpointError) and not is_unknown

@@ -8,18 +8,17 @@ from typing import Literal
 import torch
 
 from dcpstore.collectives import RankGroup, steps
-from dcpstore.collectives.board import BoardLostError
 from dcpstore.commit import sweep
 from dcpstore.convert.dcp_blocks import Block, plan_blocks, read_blocks
 from dcpstore.convert.dcp_memory import Shares
-from dcpstore.convert.output import Outputs
+from dcpstore.convert.output import Outputs, is_surely_unpublished
 from dcpstore.convert.result import ConvertResult
 from dcpstore.convert.safetensors_choice import Choice, choose_tensors, compare_tied
 from dcpstore.convert.safetensors_folder import Replaced, finish_folder, prepare_folder
 from dcpstore.convert.safetensors_layout import FilePlan, FolderPlan, plan_folder, share_files
 from dcpstore.convert.selection import Selection
 from dcpstore.discovery import INDEX_FILE
-from dcpstore.errors import CheckpointError, CorruptError, RankFailures
+from dcpstore.errors import CorruptError
 from dcpstore.folder import Folder
 from dcpstore.progress import Meter
 from dcpstore.reading import Checkpoint
@@ -82,7 +81,7 @@ class FilesJob:
             try:
                 self._write(store, plan, replaced)
             except BaseException as error:
-                if not self._overwrite and _is_surely_unpublished(error, self._group):
+                if not self._overwrite and is_surely_unpublished(error, self._group, _STEP_PUBLISH):
                     sweep(store, self._written, why="this failed conversion")
                 raise
         return self._result(choice, plan)
@@ -177,13 +176,3 @@ class FilesJob:
             fetched_bytes=sum(fetched),
             seconds=dict(self._phases.seconds),
         )
-
-
-def _is_surely_unpublished(error: BaseException, group: RankGroup) -> bool:
-    """Tell whether no index can have been put: files that one names must stay."""
-    if not isinstance(error, RankFailures):
-        return False
-    if error.step != _STEP_PUBLISH:
-        return not isinstance(error.__cause__, BoardLostError)
-    cause = error.exceptions.get(group.coordinator)
-    return isinstance(cause, CheckpointError) and not getattr(cause, "retryable", False)

@@ -1,0 +1,319 @@
+"""A checkpoint copied as it is: the bytes of its data objects do not change.
+
+A checkpoint of ours goes through our own commit protocol, so its objects get fresh names and
+the new metadata name them; a checkpoint by a stock writer keeps all names, and its
+``.metadata`` is put last, as it was. All ranks:
+
+1. (coordinator) look whether a checkpoint lies at the target, and plan the objects
+2. copy a share of the objects each, checking checksums as the bytes pass
+3. read each copy back, and compare it
+4. (coordinator) seal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcpstore.collectives import RankGroup, steps
+from dcpstore.commit import probe, sweep
+from dcpstore.convert.dcp_memory import Shares
+from dcpstore.convert.dcp_objects import CopyTask, ObjectCheck, pass_through
+from dcpstore.convert.dcp_share import own_run
+from dcpstore.convert.output import MIN_OUTPUT_BYTES, Outputs, is_surely_unpublished
+from dcpstore.errors import AlreadyExistsError, CorruptError
+from dcpstore.keys import METADATA_KEY, data_key, save_id_of
+from dcpstore.manifest import DataObject, StoredItem, decode
+from dcpstore.progress import Meter
+from dcpstore.reading import Checkpoint
+from dcpstore.store.base import Store
+from dcpstore.write_job import Written
+from dcpstore.writer import ObjectStoreWriter
+
+__all__ = ["Mirror", "MirrorOfOurs", "MirrorOfStock", "mirror"]
+
+_STEP_SEAL = "seal"
+
+
+class Mirror(Protocol):
+    """How one kind of checkpoint is copied. The coordinator alone calls its methods."""
+
+    has_fresh_names: bool
+    """Whether no object of the copy can have the name of one that exists."""
+
+    def plan(self) -> list[CopyTask]:
+        """Look at the target, and say what to copy.
+
+        Raises:
+            AlreadyExistsError: If a checkpoint lies there that may not be replaced.
+        """
+
+    def seal(self, stored: Mapping[str, DataObject]) -> None:
+        """Make the copy exist, given every object by its new key."""
+
+
+class MirrorOfOurs:
+    """Copies a checkpoint of ours, under fresh names, sealed by our own protocol.
+
+    Args:
+        checkpoint: The source.
+        writer: Of the target.
+    """
+
+    has_fresh_names = True
+
+    def __init__(self, checkpoint: Checkpoint, writer: ObjectStoreWriter) -> None:
+        self._checkpoint = checkpoint
+        self._writer = writer
+        self._new_keys: dict[str, str] = {}
+
+    def plan(self) -> list[CopyTask]:
+        """Look at the target, and say what to copy."""
+        save_id = self._writer.storage_meta().save_id
+        assert save_id is not None
+        self._writer.set_up_storage_writer(True)
+        self._writer.prepare_local_plan(SavePlan([]))
+        manifest_bytes = self._checkpoint.discovered.manifest
+        assert manifest_bytes is not None
+        manifest = decode(manifest_bytes)
+        items = _by_object(manifest.items.values())
+        objects = sorted(manifest.objects, key=lambda stored: stored.key)
+        self._new_keys = _fresh_names([stored.key for stored in objects], save_id)
+        return [
+            CopyTask(
+                stored.key,
+                self._new_keys[stored.key],
+                stored.size_bytes,
+                tuple(items.get(stored.key, ())),
+            )
+            for stored in objects
+        ]
+
+    def seal(self, stored: Mapping[str, DataObject]) -> None:
+        """Seal a metadata that names the copies."""
+        results = []
+        for index, item in self._checkpoint.metadata.storage_data.items():
+            moved = replace(item, key=self._new_keys[item.key])
+            written = Written(moved, stored[moved.key])
+            results.append(WriteResult(index, item.record.num_bytes, written))
+        self._writer.finish(replace(self._checkpoint.metadata), [results])
+
+
+class MirrorOfStock:
+    """Copies a checkpoint by a stock writer, all names and bytes as they are.
+
+    Args:
+        checkpoint: The source.
+        store: The target.
+    """
+
+    has_fresh_names = False
+
+    def __init__(self, checkpoint: Checkpoint, store: Store) -> None:
+        self._checkpoint = checkpoint
+        self._store = store
+
+    def plan(self) -> list[CopyTask]:
+        """Look at the target, and say what to copy."""
+        if probe(self._store, METADATA_KEY) is not None:
+            raise AlreadyExistsError(
+                f"{self._store.url} already holds a checkpoint. A checkpoint by another writer"
+                " is copied under its own names, which might be those of what is there: copy it"
+                " to another URL, or pass reencode=True with overwrite=True to replace it."
+                " Nothing was written"
+            )
+        source = self._checkpoint.store
+        names = sorted({item.key for item in self._checkpoint.metadata.storage_data.values()})
+        return [CopyTask(key, key, source.head(key).size_bytes) for key in names]
+
+    def seal(self, stored: Mapping[str, DataObject]) -> None:
+        """Put the metadata, as it was."""
+        del stored
+        pickled = self._checkpoint.discovered.pickled
+        assert pickled is not None
+        outputs = Outputs(self._store, budget_bytes=MIN_OUTPUT_BYTES, largest_bytes=len(pickled))
+        with outputs, outputs.write(METADATA_KEY) as stream:
+            stream.write(pickled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """What one rank copied.
+
+    Attributes:
+        stored: Each object by its new key.
+        crcs: CRC32C of each object's bytes, as they came from the source.
+    """
+
+    stored: Mapping[str, DataObject]
+    crcs: Mapping[str, int]
+
+
+def mirror(
+    group: RankGroup,
+    plan_and_seal: Mirror,
+    source: Store,
+    target: Store,
+    *,
+    shares: Shares,
+    meter: Meter,
+    overwrite: bool,
+    verify: bool,
+) -> dict[str, int]:
+    """Copy a checkpoint. All ranks of the group.
+
+    Args:
+        group: The ranks.
+        plan_and_seal: Used on the coordinator.
+        source: Rooted at the source's folder.
+        target: Rooted at the target's folder.
+        shares: Of the memory.
+        meter: Counts the bytes handed to the store.
+        overwrite: Replace objects that have the names of new ones.
+        verify: Read every copy back; else only their sizes are compared.
+
+    Returns:
+        Key and size of each object.
+
+    Raises:
+        RankFailures: On every rank, if any failed. Nothing was sealed, unless the seal itself
+            broke off.
+    """
+    tasks = steps.broadcast(group, "plan the copy", plan_and_seal.plan)
+    own = own_run(tasks, [task.size_bytes for task in tasks], group.rank, group.size)
+    fresh = plan_and_seal.has_fresh_names
+    done: list[_Copied] = []
+    may_be_sealed = False
+    try:
+        steps.barrier(
+            group,
+            "copy",
+            lambda: done.append(_copy(source, target, own, shares, meter, fresh or overwrite)),
+        )
+        steps.barrier(group, "verify", lambda: _verify(target, own, done[0], shares, verify))
+        stored = steps.gather(group, "gather", lambda: done[0].stored)
+        may_be_sealed = True
+        steps.broadcast(
+            group,
+            _STEP_SEAL,
+            lambda: plan_and_seal.seal({k: v for one in stored or () for k, v in one.items()}),
+        )
+    except BaseException as error:
+        if not may_be_sealed or is_surely_unpublished(error, group, _STEP_SEAL):
+            made = [task.key for task in own] if fresh else done[0].stored if done else ()
+            sweep(target, made if fresh or not overwrite else (), why="this failed copy")
+        raise
+    return {task.key: task.size_bytes for task in tasks}
+
+
+def _copy(
+    source: Store,
+    target: Store,
+    tasks: Sequence[CopyTask],
+    shares: Shares,
+    meter: Meter,
+    overwrite: bool,
+) -> _Copied:
+    """Copy objects, one after another; their ranges are fetched ahead."""
+    if not tasks:
+        return _Copied({}, {})
+    meter.expect(sum(task.size_bytes for task in tasks))
+    outputs = Outputs(
+        target,
+        budget_bytes=shares.output_bytes,
+        largest_bytes=max(task.size_bytes for task in tasks),
+        overwrite=overwrite,
+        meter=meter,
+    )
+    pieces = pass_through(
+        source, ((task.source_key, task.size_bytes) for task in tasks), shares.read_config()
+    )
+    crcs = {}
+    with closing(pieces), outputs:
+        for task in tasks:
+            check = ObjectCheck(source.url, task.source_key, task.items)
+            with outputs.write(task.key) as stream:
+                for data in _whole(pieces, task.size_bytes):
+                    check.update(data)
+                    stream.write(data)
+            crcs[task.key] = check.crc32c
+    return _Copied(outputs.stored, crcs)
+
+
+def _whole(pieces: Iterator[tuple[str, memoryview]], size_bytes: int) -> Iterator[memoryview]:
+    """Yield the pieces of the next object."""
+    at = 0
+    while at < size_bytes:
+        _, data = next(pieces)
+        at += len(data)
+        yield data
+        del data
+
+
+def _verify(
+    target: Store,
+    tasks: Sequence[CopyTask],
+    copied: _Copied,
+    shares: Shares,
+    verify: bool,
+) -> None:
+    """Compare copies with what was sent: read back, or by their sizes alone.
+
+    Raises:
+        CorruptError: Naming the first object that differs.
+    """
+    if not verify:
+        for task in tasks:
+            _check_size(target, task, target.head(task.key).size_bytes)
+        return
+    objects = ((task.key, task.size_bytes) for task in tasks)
+    with closing(pass_through(target, objects, shares.read_config())) as pieces:
+        for task in tasks:
+            check = ObjectCheck(target.url, task.key, task.items)
+            for data in _whole(pieces, task.size_bytes):
+                check.update(data)
+            if check.crc32c != copied.crcs[task.key]:
+                raise CorruptError(
+                    f"{target.url}: {task.key} was read back and is not what was sent", key=task.key
+                )
+
+
+def _check_size(target: Store, task: CopyTask, found_bytes: int) -> None:
+    if found_bytes != task.size_bytes:
+        raise CorruptError(
+            f"{target.url}: {task.key} has {found_bytes} bytes and its source {task.size_bytes}",
+            key=task.key,
+        )
+
+
+def _by_object(items: Iterable[StoredItem]) -> dict[str, list[StoredItem]]:
+    """Return the items that have checksums, by their object."""
+    found: dict[str, list[StoredItem]] = {}
+    for item in items:
+        if item.checksums is not None:
+            found.setdefault(item.key, []).append(item)
+    return found
+
+
+def _fresh_names(names: Sequence[str], save_id: str) -> dict[str, str]:
+    """Return a name for each copy that no other save has: the same but for the save's id."""
+    fresh = {
+        name: data_key(*_rank_and_number(name, number), save_id)
+        for number, name in enumerate(names)
+    }
+    if len(set(fresh.values())) < len(fresh):  # two saves' objects with the same numbers
+        fresh = {name: data_key(0, number, save_id) for number, name in enumerate(names)}
+    return fresh
+
+
+def _rank_and_number(name: str, number: int) -> tuple[int, int]:
+    """Return what the name of an object of ours counts, so that its copy says the same."""
+    parts = name.split(".", 1)[0].split("_")
+    if save_id_of(name) is None or len(parts) != 4:
+        return 0, number
+    return int(parts[2]), int(parts[3])

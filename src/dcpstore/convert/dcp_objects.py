@@ -1,0 +1,151 @@
+"""Objects copied byte by byte through this process, and read back.
+
+Ranges of all objects are fetched ahead, across the ends of objects, so that many small
+ones cost no more waiting than a large one::
+
+    requests   | a[0:4M] a[4M:8M] b[0:1M] c[0:4M] ... |   in flight, bounded by the budget
+    caller     | a[0:4M] -> part of a | a[4M:8M] -> ...    in order, checksummed on the way
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dcpstore.config import ReadConfig
+from dcpstore.errors import CorruptError
+from dcpstore.format.checksum import BlockChecksummer, crc32c
+from dcpstore.manifest import StoredItem
+from dcpstore.ranges import ByteRange, cut
+from dcpstore.store.base import Store
+
+__all__ = ["CopyTask", "ObjectCheck", "pass_through"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyTask:
+    """One object to copy.
+
+    Attributes:
+        source_key: Its key in the source.
+        key: Its key in the target.
+        size_bytes: Its length.
+        items: What lies in it, as far as the manifest has checksums.
+    """
+
+    source_key: str
+    key: str
+    size_bytes: int
+    items: tuple[StoredItem, ...] = ()
+
+
+@dataclass(slots=True)
+class _Running:
+    item: StoredItem
+    checksummer: BlockChecksummer
+
+
+@dataclass(slots=True)
+class ObjectCheck:
+    """Checks the bytes of one object as they pass, front to back.
+
+    Attributes:
+        where: The object's URL, for messages.
+        key: The object.
+        items: Its items that have checksums.
+        crc32c: Of all bytes so far.
+    """
+
+    where: str
+    key: str
+    items: Sequence[StoredItem]
+    crc32c: int = 0
+    _at: int = 0
+    _waiting: deque[StoredItem] = field(default_factory=deque)
+    _running: list[_Running] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        held = [item for item in self.items if item.payload.num_bytes]
+        self._waiting.extend(sorted(held, key=lambda item: item.payload))
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes.
+
+        Raises:
+            CorruptError: If an item that ended in them is not what was saved.
+        """
+        self.crc32c = crc32c(data, self.crc32c)
+        end = self._at + len(data)
+        while self._waiting and self._waiting[0].payload.start < end:
+            item = self._waiting.popleft()
+            self._running.append(_Running(item, BlockChecksummer(item.block_bytes)))
+        for running in self._running:
+            span = running.item.payload
+            first, last = max(span.start, self._at), min(span.end, end)
+            running.checksummer.update(data[first - self._at : last - self._at])
+            if span.end <= end:
+                self._compare(running)
+        self._running = [one for one in self._running if one.item.payload.end > end]
+        self._at = end
+
+    def _compare(self, running: _Running) -> None:
+        item, found = running.item, running.checksummer.finish()
+        assert item.checksums is not None
+        if np.array_equal(found, item.checksums):
+            return
+        bad = int(np.argmax(found != item.checksums)) if len(found) == len(item.checksums) else 0
+        start = item.payload.start + bad * item.block_bytes
+        end = min(start + item.block_bytes, item.payload.end)
+        raise CorruptError(
+            f"{self.where}: object {self.key}, bytes [{start}, {end}) are not the bytes that were"
+            " saved (CRC32C differs)",
+            key=self.key,
+            start=start,
+            end=end,
+        )
+
+
+def pass_through(
+    store: Store, objects: Iterable[tuple[str, int]], config: ReadConfig
+) -> Generator[tuple[str, memoryview], None, None]:
+    """Yield the bytes of objects, each front to back, fetched ahead within the budget.
+
+    Args:
+        store: Where they lie.
+        objects: Key and size of each; an empty one yields one empty piece.
+        config: Half of its budget is asked for at a time.
+
+    Raises:
+        NotFoundError: If an object is gone.
+        CorruptError: If one is shorter than its size.
+    """
+    max_ahead = max(1, min(config.max_requests, config.budget_bytes // 2 // config.request_bytes))
+    ahead: deque[tuple[str, Future[memoryview]]] = deque()
+    with ThreadPoolExecutor(max_ahead, "dcpstore-pass") as executor:
+        try:
+            for key, span in _ranges(objects, config.request_bytes):
+                if len(ahead) >= max_ahead:
+                    ready_key, ready = ahead.popleft()
+                    yield ready_key, ready.result()
+                    del ready
+                ahead.append((key, executor.submit(store.get_range, key, *span)))
+            while ahead:
+                key, future = ahead.popleft()
+                yield key, future.result()
+                del future
+        finally:
+            for _, future in ahead:
+                future.cancel()
+
+
+def _ranges(
+    objects: Iterable[tuple[str, int]], request_bytes: int
+) -> Iterator[tuple[str, ByteRange]]:
+    for key, size_bytes in objects:
+        spans = list(cut(ByteRange(0, size_bytes), request_bytes)) or [ByteRange(0, 0)]
+        for span in spans:
+            yield key, span
