@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,10 +150,26 @@ def sets_of(phase: str) -> list[tuple[tuple[int, ...], int]]:
     return [*singles, ((2,), 2), ((1, 2), 0), ((0, 3), 0)]
 
 
-@pytest.mark.parametrize("kind", ["error", "unpicklable", "interrupt", "denied"])
+KINDS: tuple[Kind, ...] = ("error", "unpicklable", "interrupt", "denied")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_failing_rank_fails_all_ranks_and_leaves_nothing(phase: str, kind: Kind) -> None:
-    for failing, coordinator in sets_of(phase):
+    # Each phase meets each kind and each set of ranks; the campaign has all their pairs.
+    turn = KINDS.index(kind)
+    check_all(phase, kind, sets_of(phase)[turn :: len(KINDS)])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_any_failing_ranks_fail_all_ranks_in_any_way(phase: str, kind: Kind) -> None:
+    check_all(phase, kind, sets_of(phase))
+
+
+def check_all(phase: str, kind: Kind, sets: Sequence[tuple[tuple[int, ...], int]]) -> None:
+    for failing, coordinator in sets:
         print(f"{failing} fail, {coordinator} coordinates")
         check(fail(phase, failing, kind, coordinator), phase, failing, kind, PROMPT_S)
 
