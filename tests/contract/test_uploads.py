@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import xml.etree.ElementTree as ET
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -20,6 +21,13 @@ ENGINES = ("obstore-s3", "s3fs", "obstore-local", "fsspec-local")
 
 def options_for(engine: str, server: MotoServer) -> dict:
     return {} if engine.endswith("local") else server.storage_options()
+
+
+def uploads_query(client, key: str) -> str:
+    """The query that sends the first part of the newest upload of a key."""
+    tree = ET.fromstring(client.request("GET", query="uploads"))
+    (upload,) = [one for one in tree.iterfind(".//{*}Upload") if one.findtext("{*}Key") == key]
+    return f"partNumber=1&uploadId={upload.findtext('{*}UploadId')}"
 
 
 @pytest.mark.parametrize("check", conformance.UPLOAD_CHECKS, ids=lambda check: check.__name__)
@@ -46,7 +54,11 @@ def test_uploads_to_s3_are_listed_below_the_root_only(moto_server, bucket):
     uploads = open_uploads_at(
         f"s3://{bucket}/paged/run", storage_options=moto_server.storage_options()
     )
-    assert sorted(one.key for one in uploads.list()) == list("01234")
+    client.request("PUT", "paged/run/0", uploads_query(client, "paged/run/0"), b"x" * 123)
+    found = {one.key: one for one in uploads.list()}
+    assert sorted(found) == list("01234")
+    assert (found["0"].size_bytes, found["1"].size_bytes) == (123, 0)
+    assert found["0"].modified > found["1"].modified
     for one in uploads.list():
         uploads.abort(one)
     assert client.open_uploads() == ["paged/run2"]
@@ -55,23 +67,36 @@ def test_uploads_to_s3_are_listed_below_the_root_only(moto_server, bucket):
 
 def test_a_long_list_is_followed_page_by_page():
     asked = []
+    times = [datetime(2026, 1, day, tzinfo=timezone.utc) for day in (1, 3, 2)]
+
+    def parts(more):
+        if more["UploadId"] == "1":
+            raise StoreError("refused", denied=True)
+        if "PartNumberMarker" in more:
+            return {"Parts": [{"Size": 5, "LastModified": times[2]}]}
+        more = {"IsTruncated": True, "NextPartNumberMarker": 1}
+        return {"Parts": [{"Size": 10, "LastModified": times[1]}], **more}
 
     class Paged:
         url = "s3://bucket/run"
 
         def _call(self, _asked, operation, **more):
+            if operation == "list_parts":
+                return parts(more)
             asked.append((operation, more))
             if "KeyMarker" in more:
                 return {"Uploads": [{"Key": "run/b", "UploadId": "2"}], "IsTruncated": False}
             return {
-                "Uploads": [{"Key": "run/a", "UploadId": "1"}],
+                "Uploads": [{"Key": "run/a", "UploadId": "1", "Initiated": times[0]}],
                 "IsTruncated": True,
                 "NextKeyMarker": "run/a",
                 "NextUploadIdMarker": "1",
             }
 
     uploads = S3Uploads(Paged(), parse_location("s3://bucket/run"), ONCE)
-    assert [one.key for one in uploads.list()] == ["a", "b"]
+    refused, told = uploads.list()
+    assert (refused.key, refused.modified, refused.size_bytes) == ("a", times[0], None)
+    assert (told.key, told.modified, told.size_bytes) == ("b", times[1], 15)
     assert [more["Prefix"] for _, more in asked] == ["run/", "run/"]
     assert (asked[1][1]["KeyMarker"], asked[1][1]["UploadIdMarker"]) == ("run/a", "1")
 
@@ -109,6 +134,6 @@ def test_local_files_of_other_names_are_no_uploads(tmp_path):
     uploads = open_uploads_at(tmp_path)
     (only,) = uploads.list()
     assert (only.key, only.upload_id) == ("sub/object", "sub/object#3")
-    assert only.begun == datetime.fromtimestamp(0, timezone.utc) + timedelta(seconds=1000)
+    assert only.modified == datetime.fromtimestamp(0, timezone.utc) + timedelta(seconds=1000)
     uploads.abort(only)
     assert not list(uploads.list())

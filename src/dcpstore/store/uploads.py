@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dcpstore.errors import NotFoundError
+from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.store.error_map import Asked, from_fsspec
 from dcpstore.store.fsspec_writers import TEMPORARY
 from dcpstore.store.location import parse_location
@@ -47,12 +47,14 @@ class OpenUpload:
     Attributes:
         key: Relative to the root.
         upload_id: The store's name for the upload.
-        begun: When it began (local: when it was last written to); None where unknown.
+        modified: When its last part came, or it began; None where unknown.
+        size_bytes: Of the parts that came; None where the store does not tell.
     """
 
     key: str
     upload_id: str
-    begun: datetime | None
+    modified: datetime | None
+    size_bytes: int | None = None
 
 
 class OpenUploads(Protocol):
@@ -118,20 +120,42 @@ class S3Uploads:
         self._root = f"{location.prefix}/" if location.prefix else ""
 
     def list(self) -> Iterator[OpenUpload]:
-        """Yield every unfinished upload; follows pages."""
+        """Yield every unfinished upload; follows pages. One more request per upload."""
         asked = Asked("list the open uploads below", "", self._store.url)
         more: dict[str, str] = {}
         while True:
             page = self._call(asked, "list_multipart_uploads", Prefix=self._root, **more)
             for one in page.get("Uploads", ()):
-                key = one["Key"].removeprefix(self._root)
-                yield OpenUpload(key, one["UploadId"], one.get("Initiated"))
+                yield self._describe(one["Key"], one["UploadId"], one.get("Initiated"))
             if not page.get("IsTruncated"):
                 return
             more = {
                 "KeyMarker": page["NextKeyMarker"],
                 "UploadIdMarker": page["NextUploadIdMarker"],
             }
+
+    def _describe(self, path: str, upload_id: str, begun: datetime | None) -> OpenUpload:
+        """Look at the parts: an upload that began long ago may still be under way."""
+        key = path.removeprefix(self._root)
+        asked = Asked("list the parts of", key, self._store.url)
+        size_bytes, modified = 0, begun
+        more: dict[str, Any] = {}
+        try:
+            while True:
+                page = self._call(asked, "list_parts", Key=path, UploadId=upload_id, **more)
+                for part in page.get("Parts", ()):
+                    size_bytes += part["Size"]
+                    came = part.get("LastModified")
+                    modified = max((t for t in (modified, came) if t is not None), default=None)
+                if not page.get("IsTruncated"):
+                    return OpenUpload(key, upload_id, modified, size_bytes)
+                more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        except NotFoundError:
+            return OpenUpload(key, upload_id, modified, size_bytes)  # it ended meanwhile
+        except StoreError as error:
+            if not error.denied:
+                raise
+            return OpenUpload(key, upload_id, begun)
 
     def abort(self, upload: OpenUpload) -> None:
         """Abort one upload."""
@@ -173,10 +197,11 @@ class LocalUploads:
                 target = path.with_name(staged[1]) if staged else path
                 key, number = (one.relative_to(self._root).as_posix() for one in (target, path))
                 try:
-                    written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+                    found = path.stat()
                 except FileNotFoundError:
                     continue  # it was finished meanwhile
-                yield OpenUpload(key, number, written)
+                written = datetime.fromtimestamp(found.st_mtime, timezone.utc)
+                yield OpenUpload(key, number, written, found.st_size)
 
     def abort(self, upload: OpenUpload) -> None:
         """Delete the file."""

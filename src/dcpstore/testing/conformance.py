@@ -342,7 +342,7 @@ def an_upload_under_way_is_listed(store: Store, uploads: OpenUploads) -> None:
     with contextlib.suppress(Mine):
         store.put_parts("listed/object", parts(), part_bytes=PART_BYTES, max_concurrency=1)
     _check(len(seen) == 1, f"one upload is under way: {seen}")
-    begun = seen[0].begun
+    begun = seen[0].modified
     _check(begun is None or begun.tzinfo is not None, "times have a zone")
     _check(not list(uploads.list()), "a failed upload is gone")
 

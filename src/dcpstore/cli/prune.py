@@ -1,0 +1,140 @@
+"""``dcpstore prune``: what saves left behind."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+from dcpstore.audit.leftovers import DEFAULT_AGE_S, Leftover, Leftovers, Rules, find_leftovers
+from dcpstore.audit.removal import Pruned, prune
+from dcpstore.cli.connection import add_connection_arguments, read_connection
+from dcpstore.cli.exit_codes import ExitCode, exit_code_of
+from dcpstore.cli.output import Output
+from dcpstore.cli.text import format_age, format_bytes, format_time, table
+
+DESCRIPTION = """\
+Find what interrupted or replaced saves left below a URL: data objects and manifests that no
+sealed checkpoint refers to, open multipart uploads, and probes of `dcpstore doctor`. Shows them
+and deletes nothing unless --yes is given. Never touches what a checkpoint refers to, nor a
+folder whose metadata cannot be read whole, nor one that a save wrote to lately."""
+
+EXAMPLES = """\
+dcpstore prune s3://bucket/run                     # show what is left over
+dcpstore prune s3://bucket/run --yes               # delete it
+dcpstore prune /data/run --older-than 2h --yes     # no save takes longer than that here
+dcpstore prune s3://bucket/run --stock             # data objects of stock DCP too"""
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)?")
+_UNITS_S = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("url", metavar="URL", help="of a checkpoint or a run, or a local folder")
+    parser.add_argument("--yes", "--delete", action="store_true", help="delete what is found")
+    parser.add_argument(
+        "--older-than",
+        type=_read_age,
+        default=DEFAULT_AGE_S,
+        metavar="AGE",
+        help="leave a folder alone that was written to within this time, such as 90min, 2h or 3d"
+        " (24h). With 0, be sure that no save is running",
+    )
+    parser.add_argument(
+        "--stock",
+        action="store_true",
+        help="also data objects of stock DCP that no metadata refer to",
+    )
+    add_connection_arguments(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> ExitCode:
+    """Find or prune; see `dcpstore.audit.leftovers`."""
+    connection = read_connection(args, args.url, out)
+    action = prune if args.yes else find_leftovers
+    result = action(
+        connection.url,
+        storage_options=connection.storage_options,
+        config=connection.read_config,
+        rules=Rules(older_than_s=args.older_than, include_stock=args.stock),
+    )
+    found, pruned = (result.found, result) if isinstance(result, Pruned) else (result, None)
+    now = datetime.now(timezone.utc)
+    out.result("dcpstore.prune/1", _document(found, pruned), _lines(found, pruned, now))
+    for note in found.notes:
+        out.warning(note)
+    if pruned is not None and pruned.failed:
+        _, error = pruned.failed[0]
+        code = exit_code_of(error)
+        out.error(error, code)
+        return code
+    return ExitCode.OK
+
+
+def _read_age(text: str) -> float:
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no age: write 90min, 2h or 3d")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def _lines(found: Leftovers, pruned: Pruned | None, now: datetime) -> Iterator[str]:
+    failed = {one.key for one, _ in pruned.failed} if pruned else set()
+    removed = {one.key for one in pruned.removed} if pruned else set()
+    if found.removable:
+        rows = [
+            [
+                one.kind,
+                "-" if one.size_bytes is None else format_bytes(one.size_bytes),
+                format_age(one.modified, now),
+                "STILL THERE" if one.key in failed else "deleted" if one.key in removed else "",
+                one.key,
+            ]
+            for one in found.removable
+        ]
+        yield from table(["kind", "size", "age", "", "key"], rows, right=[1, 2])
+    for kept in found.kept:
+        where = kept.folder or "the folder itself"
+        yield f"kept in {where}: {len(kept.leftovers)} leftover(s): {kept.reason}"
+    if pruned is None:
+        total = f"{len(found.removable)} leftover(s), {format_bytes(found.num_bytes)}"
+        yield f"{total}; nothing was deleted" + ("; --yes deletes them" if found.removable else "")
+    else:
+        yield (
+            f"deleted {len(pruned.removed)} leftover(s), {format_bytes(pruned.removed_bytes)};"
+            f" {len(pruned.failed)} could not be deleted"
+        )
+
+
+def _document(found: Leftovers, pruned: Pruned | None) -> dict[str, Any]:
+    return {
+        "url": found.url,
+        "dry_run": pruned is None,
+        "removable": [_fields(one) for one in found.removable],
+        "num_bytes": found.num_bytes,
+        "kept": [
+            {
+                "folder": kept.folder,
+                "reason": kept.reason,
+                "leftovers": [_fields(one) for one in kept.leftovers],
+            }
+            for kept in found.kept
+        ],
+        "deleted": [one.key for one in pruned.removed] if pruned else [],
+        "failed": [{"key": one.key, "reason": str(why)} for one, why in pruned.failed]
+        if pruned
+        else [],
+        "notes": list(found.notes),
+    }
+
+
+def _fields(one: Leftover) -> dict[str, Any]:
+    return {
+        "kind": one.kind,
+        "key": one.key,
+        "num_bytes": one.size_bytes,
+        "modified": format_time(one.modified),
+    }
