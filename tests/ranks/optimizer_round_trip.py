@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 import dcpstore
 
 CPU = torch.device("cpu")
+WRITE = dcpstore.WriteConfig(inline_bytes=8)  # what is compared was read from objects
 
 
 class ThreeLayers(nn.Module):
@@ -78,7 +79,8 @@ def _fsdp1(kind: str, url: str, options: dict[str, Any]) -> list[str]:
     model, optimizer = _wrapped(0)
     _one_step(model, optimizer)
     saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    dcpstore.save({"model": model.state_dict(), "optim": saved}, url, storage_options=options)
+    both = {"model": model.state_dict(), "optim": saved}
+    dcpstore.save(both, url, storage_options=options, config=WRITE)
 
     model_2, optimizer_2 = _wrapped(1)
     assert not optimizer_2.state, "nothing has run a step yet"
@@ -118,7 +120,7 @@ def _fsdp2(kind: str, url: str, options: dict[str, Any]) -> list[str]:
     _one_step(model, optimizer)
     saved = get_optimizer_state_dict(model, optimizer)
     weights = {"model": get_model_state_dict(model), "optim": saved}
-    dcpstore.save(weights, url, storage_options=options)
+    dcpstore.save(weights, url, storage_options=options, config=WRITE)
 
     model_2, optimizer_2 = _fully_sharded(1)
     weights = {"model": get_model_state_dict(model_2)}

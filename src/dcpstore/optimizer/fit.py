@@ -1,36 +1,24 @@
-"""Whether a saved optimizer fits the model, and the optimizer, that it is loaded for.
-
-All of it is answered from the metadata, before any data is read.
-"""
+"""Whether a saved optimizer fits the model that it is loaded for, by the metadata alone."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.optim import Optimizer
 
 from dcpstore.errors import IncompatibleError
 from dcpstore.optimizer.entries import Entry, paths_of
 from dcpstore.optimizer.layout import sizes_of
 from dcpstore.optimizer.names import Owner
 
-__all__ = ["check_kind", "check_shapes"]
+__all__ = ["check_shapes"]
 
 # What torch's optimizers keep in their parameter's shape.
 _LIKE_PARAMETER = frozenset(
     {
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
         *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
-    }
-)
-# What torch's schedulers add to a parameter group, and no optimizer asks for.
-_OF_SCHEDULERS = frozenset(
-    {
-        *("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
-        *("params", "param_names"),
     }
 )
 _MOST_NAMED = 10
@@ -88,27 +76,6 @@ def _saved_parameters(
         if is_parameter and isinstance(saved, TensorStorageMetadata):
             found[name].append(tuple(saved.size))
     return found
-
-
-def check_kind(entries: Iterable[Entry], optimizer: Optimizer) -> None:
-    """Compare the saved hyperparameters with those that an optimizer has.
-
-    A newer torch may add some, and schedulers do. Only where each has what the other lacks
-    are they taken for optimizers of two kinds.
-
-    Raises:
-        IncompatibleError: Naming what each lacks.
-    """
-    saved = {entry.name for entry in entries if entry.is_in_group and entry.name}
-    has: Mapping[str, Any] = optimizer.defaults
-    lacking = sorted(has.keys() - saved)
-    extra = sorted(saved - has.keys() - _OF_SCHEDULERS)
-    if saved and lacking and extra:
-        raise IncompatibleError(
-            f"the checkpoint's optimizer is of another kind than {type(optimizer).__name__}: it"
-            f" has {', '.join(extra)} and lacks {', '.join(lacking)}; nothing was loaded."
-            " Make the optimizer that was saved, or begin with a new one"
-        )
 
 
 def _lines(problems: Sequence[str]) -> str:

@@ -100,7 +100,7 @@ def _same(tensor: Any) -> Target:
 
 def _distributed(parameter: DTensor, sizes: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if tuple(sizes) == sizes_of(parameter):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return _distributed_like(parameter, dtype)
     device = parameter.to_local().device
     if sizes.numel() == 1:
         return torch.empty(sizes, dtype=dtype, device=device)
@@ -109,6 +109,22 @@ def _distributed(parameter: DTensor, sizes: torch.Size, dtype: torch.dtype) -> t
         sizes, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements
     )
     return made.to(device)  # the parameters of an offloaded model are not where their mesh is
+
+
+def _distributed_like(parameter: DTensor, dtype: torch.dtype) -> torch.Tensor:
+    mesh, local = parameter.device_mesh, parameter.to_local()
+    if local.device.type != mesh.device_type:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # Not by empty_like: DTensor remembers what it made for an equal mesh, with that mesh's
+    # groups, which may be gone if the job left them and joined others.
+    return DTensor.from_local(
+        torch.empty_like(local, dtype=dtype, requires_grad=False),
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.size(),
+        stride=parameter.stride(),
+    )
 
 
 def _placement(placement: Placement, parameter: DTensor, sizes: Sequence[int]) -> Placement:

@@ -22,8 +22,9 @@ from dcpstore.config import ReadConfig
 from dcpstore.loading import load
 from dcpstore.optimizer.assembly import Assembly
 from dcpstore.optimizer.entries import find_entries
-from dcpstore.optimizer.fit import check_kind, check_shapes
+from dcpstore.optimizer.fit import check_shapes
 from dcpstore.optimizer.names import Parameters
+from dcpstore.optimizer.restore_groups import check_options
 from dcpstore.progress import ProgressCallback
 from dcpstore.protocol import Ranks
 from dcpstore.report import LoadResult
@@ -111,7 +112,7 @@ def load_sharded_optimizer_state_dict(
     def make_state(metadata: Metadata) -> dict[str, Any]:
         entries = find_entries(metadata, optimizer_key, parameters.tensors)
         if optimizer is not None:
-            check_kind(entries, optimizer)
+            check_options(optimizer, {entry.name for entry in entries if entry.is_in_group})
         owners = parameters.match(entries)
         check_shapes(metadata, entries, owners)
         made.append(Assembly(entries, owners, parameters.common_device))
