@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import re
-import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from dcpstore.cli.commands import SUMMARIES, Command, load_command
 from dcpstore.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
 from dcpstore.cli.output import Output
+from dcpstore.cli.signals import answer_signals
 from dcpstore.errors import ConfigError
 
 __all__ = ["entry", "main"]
@@ -29,7 +29,10 @@ dcpstore COMMAND --help                     # more on one command, with examples
 
 def entry() -> NoReturn:
     """Run the command that the process was started with."""
-    signal.signal(signal.SIGTERM, _terminate)
+    text = io.StringIO()
+    interrupt = Output(io.StringIO(), text, as_json="--json" in sys.argv)
+    interrupt.error(KeyboardInterrupt(), ExitCode.INTERRUPTED)
+    answer_signals(text.getvalue())
     sys.exit(main())
 
 
@@ -38,6 +41,7 @@ def main(
     *,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
+    load: Callable[[str], Command] = load_command,
 ) -> int:
     """Run one command and return its exit code.
 
@@ -45,6 +49,7 @@ def main(
         arguments: Without the program's name; None for those of the process.
         stdout: Takes the result; None for the process's own.
         stderr: Takes everything else; None for the process's own.
+        load: Imports a command by its name.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     out = Output(stdout or sys.stdout, stderr or sys.stderr, as_json="--json" in given)
@@ -52,7 +57,7 @@ def main(
     handler = _LogHandler(out)
     logging.getLogger("dcpstore").addHandler(handler)
     try:
-        code = _run(given, out)
+        code = _run(given, out, load)
         out.stdout.flush()
     except BrokenPipeError:
         _forget(out.stdout)
@@ -94,9 +99,9 @@ class _LogHandler(logging.Handler):
         self._out.warning(record.getMessage())
 
 
-def _run(given: Sequence[str], out: Output) -> ExitCode:
+def _run(given: Sequence[str], out: Output, load: Callable[[str], Command]) -> ExitCode:
     name = next((word for word in given if not word.startswith("-")), None)
-    command = load_command(name) if name in SUMMARIES else None
+    command = load(name) if name in SUMMARIES else None
     parser = _make_parser(name, command)
     try:
         args = parser.parse_args(given)
@@ -163,10 +168,6 @@ def _version() -> str:
     from importlib.metadata import version
 
     return version("dcpstore")
-
-
-def _terminate(signum: int, _: FrameType | None) -> NoReturn:
-    sys.exit(128 + signum)
 
 
 def _forget(stream: TextIO) -> None:
