@@ -48,6 +48,7 @@ from dcpstore.slots import (
     window,
 )
 from dcpstore.store.base import Store
+from dcpstore.store.hedge import RangeHedge
 from dcpstore.targets import Target, resolve_targets
 
 __all__ = ["MEMORY_PER_BYTE", "ReadJob", "ReadStats"]
@@ -60,6 +61,13 @@ logger = logging.getLogger(__name__)
 MEMORY_PER_BYTE = 2
 
 
+def _hedge(store: Store, config: ReadConfig) -> RangeHedge | None:
+    is_distant = not store.url.startswith(("file://", "memory://"))
+    if not (is_distant and config.hedge_share):
+        return None
+    return RangeHedge(store, max_requests=config.max_requests, max_share=config.hedge_share)
+
+
 @dataclass(slots=True)
 class ReadStats:
     """What one rank's load did.
@@ -68,6 +76,7 @@ class ReadStats:
         num_targets: Read items satisfied.
         num_inline: How many of them came from the manifest, without a request.
         num_requests: Ranged GETs of data objects, retries not counted.
+        num_hedged: How many of them asked again for a range whose answer was late.
         needed_bytes: Bytes of the elements wanted.
         fetched_bytes: Bytes asked for.
         received_bytes: Bytes that other ranks fetched and sent here.
@@ -77,6 +86,7 @@ class ReadStats:
     num_targets: int = 0
     num_inline: int = 0
     num_requests: int = 0
+    num_hedged: int = 0
     needed_bytes: int = 0
     fetched_bytes: int = 0
     received_bytes: int = 0
@@ -114,6 +124,7 @@ class ReadJob:
         # Two at a time fit: one travels between ranks while the next is fetched.
         self._request_bytes = min(config.request_bytes, config.budget_bytes // 2)
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
+        self._hedge = _hedge(store, config)
         self._failed = threading.Event()
         self._error: BaseException | None = None
         self._slots: list[Slot] = []
@@ -130,6 +141,11 @@ class ReadJob:
         if error is not None:
             self._failed.set()
         self._executor.shutdown(wait=True)
+        if self._hedge is not None:
+            self._hedge.close()
+            self.stats.num_hedged = self._hedge.num_again
+            self.stats.num_requests += self._hedge.num_again
+            self.stats.fetched_bytes += self._hedge.again_bytes
         self.stats.peak_bytes = max(self.stats.peak_bytes, self._budget.peak_bytes)
         if self._num_touched and isinstance(error, CheckpointError):
             note = "targets already hold loaded values: load again, or do not use them"
@@ -298,7 +314,7 @@ class ReadJob:
 
     def _get(self, request: Request) -> memoryview:
         try:
-            return self._store.get_range(request.key, *request.range)
+            return (self._hedge or self._store).get_range(request.key, *request.range)
         except NotFoundError as error:
             raise NotFoundError(
                 f"{error.message}. The checkpoint's metadata names it: it was deleted since, or"

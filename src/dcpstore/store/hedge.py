@@ -1,0 +1,110 @@
+"""Ask again for a range whose answer is late, and take whichever answer comes first.
+
+Of many requests a few are slow for reasons of the store's own, and a load waits for the last
+one. A second request usually meets a server that is well (Dean and Barroso, "The Tail at
+Scale", CACM 2013). How late is late follows from the answers so far, and second requests
+are a bounded share of all, so a store that is slow as a whole is not asked twice as much.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from time import monotonic
+
+from dcpstore.store.base import Store
+
+__all__ = ["RangeHedge"]
+
+_LEAST_DELAY_S = 0.3  # below this a second request is not worth its price
+_NUM_KNOWN = 16  # answers to judge by, at least
+_MAX_IN_FLIGHT = 4  # pairs at a time: second answers are outside the read budget
+
+
+class RangeHedge:
+    """Ranges of a store, asked for twice where the first answer is late. Thread-safe.
+
+    Late is twice the time in which nine of ten answers came.
+
+    Args:
+        store: To ask.
+        max_requests: Calls of `get_range` at a time.
+        max_share: Most second requests, as a share of all.
+        least_delay_s: Never ask again sooner.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        max_requests: int,
+        max_share: float,
+        least_delay_s: float = _LEAST_DELAY_S,
+    ) -> None:
+        self._store = store
+        self._max_share = max_share
+        self._least_delay_s = least_delay_s
+        self._executor = ThreadPoolExecutor(max_requests + _MAX_IN_FLIGHT, "dcpstore-hedge")
+        self._lock = threading.Lock()
+        self._seconds: deque[float] = deque(maxlen=256)
+        self._num_asked = 0
+        self._num_in_flight = 0
+        self.num_again = 0
+        """Second requests so far."""
+        self.again_bytes = 0
+        """What they asked for."""
+
+    def close(self) -> None:
+        """Take no more requests. Does not wait for answers that nobody needs any more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def get_range(self, key: str, start: int, end: int) -> memoryview:
+        """Fetch bytes ``[start, end)``, as the store does. Raises: as there."""
+        with self._lock:
+            self._num_asked += 1
+            late_s = self._late_s()
+        first = self._executor.submit(self._timed, key, start, end)
+        wait([first], late_s)
+        if first.done() or not self._may_ask_again(end - start):
+            return first.result()
+        second = self._executor.submit(self._timed, key, start, end)
+        running = {first, second}
+        for one in (first, second):
+            one.add_done_callback(partial(self._forget, running))
+        done, _ = wait([first, second], return_when=FIRST_COMPLETED)
+        for one in done:
+            if one.exception() is None:
+                return one.result()
+        return (first if second in done else second).result()
+
+    def _timed(self, key: str, start: int, end: int) -> memoryview:
+        began = monotonic()
+        data = self._store.get_range(key, start, end)
+        with self._lock:
+            self._seconds.append(monotonic() - began)
+        return data
+
+    def _late_s(self) -> float | None:
+        if len(self._seconds) < _NUM_KNOWN:
+            return None
+        usual = sorted(self._seconds)[len(self._seconds) * 9 // 10]
+        return max(2 * usual, self._least_delay_s)
+
+    def _may_ask_again(self, num_bytes: int) -> bool:
+        with self._lock:
+            share = (self.num_again + 1) / self._num_asked
+            if self._num_in_flight >= _MAX_IN_FLIGHT or share > self._max_share:
+                return False
+            self.num_again += 1
+            self.again_bytes += num_bytes
+            self._num_in_flight += 1
+            return True
+
+    def _forget(self, running: set[Future[memoryview]], ended: Future[memoryview]) -> None:
+        """Count a pair as in flight until both have ended: a slow one keeps its thread."""
+        with self._lock:
+            running.discard(ended)
+            if not running:
+                self._num_in_flight -= 1
