@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, Literal, TypeAlias
 
 from dcpstore.audit.listing import natural_order
+from dcpstore.audit.printing import count_text
 from dcpstore.config import ReadConfig
 from dcpstore.discovery import Discovered, discover, read_file_header
 from dcpstore.errors import NotFoundError, StoreError
@@ -327,7 +328,9 @@ def _merge(url: str, parts: list[Description]) -> Description:
     entries = [entry for part in parts for entry in part.entries]
     sizes = {one.key: one.size_bytes for part in parts for one in part.objects}
     joined = _finish(url, parts[0].layout, entries, sizes)
-    remark = f"sealed by {len(parts)} rank(s), each for itself: keys may come once per rank"
+    remark = (
+        f"sealed by {count_text(len(parts), 'rank')}, each for itself: keys may come once per rank"
+    )
     return Description(joined.url, joined.layout, joined.entries, joined.objects, remarks=(remark,))
 
 

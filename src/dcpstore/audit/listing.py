@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, TypeAlias
 
+from dcpstore.audit.printing import count_text
 from dcpstore.commit import probe
 from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.keys import METADATA_KEY, save_id_of
@@ -215,7 +216,7 @@ def _judge(layout: Layout, seals: Mapping[str, ObjectInfo]) -> tuple[bool | None
         return False, f"its {empty[0]} is empty"
     if METADATA_KEY in seals or not seals:
         return bool(seals), ""
-    return True, f"sealed by {len(seals)} rank(s), each for itself"
+    return True, f"sealed by {count_text(len(seals), 'rank')}, each for itself"
 
 
 def _base(key: str) -> str:

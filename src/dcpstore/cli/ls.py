@@ -8,10 +8,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from dcpstore.audit.listing import ListedCheckpoint, Listing, list_checkpoints
+from dcpstore.audit.printing import count_text, size_text
 from dcpstore.cli.connection import add_connection_arguments, open_given_store, read_connection
 from dcpstore.cli.exit_codes import ExitCode
 from dcpstore.cli.output import Output
-from dcpstore.cli.text import format_age, format_bytes, format_count, format_time, table
+from dcpstore.cli.text import format_age, format_time, table
 
 DESCRIPTION = """\
 List the checkpoints below a URL, and what interrupted saves left there, in the natural order
@@ -42,9 +43,9 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
     others = listing.num_other_objects
     num_unsealed = sum(one.is_sealed is False for one in listing.checkpoints)
     out.note(
-        f"{format_count(len(listing.checkpoints), 'checkpoint')} at {listing.url},"
+        f"{count_text(len(listing.checkpoints), 'checkpoint')} at {listing.url},"
         f" {num_unsealed} not sealed"
-        + (f"; {format_count(others, 'other object')}" if others else "")
+        + (f"; {count_text(others, 'other object')}" if others else "")
     )
     return ExitCode.OK
 
@@ -81,7 +82,7 @@ def _lines(listing: Listing, now: datetime) -> Iterator[str]:
                 one.name or ".",
                 one.layout,
                 _SEALED[one.is_sealed],
-                "?" if one.num_bytes is None else format_bytes(one.num_bytes),
+                "?" if one.num_bytes is None else size_text(one.num_bytes),
                 "?" if one.num_objects is None else str(one.num_objects),
                 format_age(one.modified, now),
                 one.remark,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from dcpstore.audit.printing import size_text
 from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.cli.text import format_bytes
 from dcpstore.errors import CheckpointError
 from dcpstore.progress import Progress, ProgressCallback
 
@@ -153,7 +153,7 @@ class Output:
             last_s = now_s
             total = max(state.total_bytes, state.done_bytes, 1)
             self._say(
-                f"{action}: {format_bytes(state.done_bytes)} of {format_bytes(total)}"
+                f"{action}: {size_text(state.done_bytes)} of {size_text(total)}"
                 f" ({100 * state.done_bytes // total}%)"
             )
 

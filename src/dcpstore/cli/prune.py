@@ -9,11 +9,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from dcpstore.audit.leftovers import DEFAULT_AGE_S, Leftover, Leftovers, Rules, find_leftovers
+from dcpstore.audit.printing import size_text
 from dcpstore.audit.removal import Pruned, prune
 from dcpstore.cli.connection import add_connection_arguments, read_connection
 from dcpstore.cli.exit_codes import ExitCode, exit_code_of
 from dcpstore.cli.output import Output
-from dcpstore.cli.text import format_age, format_bytes, format_time, table
+from dcpstore.cli.text import format_age, format_time, table
 
 DESCRIPTION = """\
 Find what interrupted or replaced saves left below a URL: data objects and manifests that no
@@ -88,7 +89,7 @@ def _lines(found: Leftovers, pruned: Pruned | None, now: datetime) -> Iterator[s
         rows = [
             [
                 one.kind,
-                "-" if one.size_bytes is None else format_bytes(one.size_bytes),
+                "-" if one.size_bytes is None else size_text(one.size_bytes),
                 format_age(one.modified, now),
                 "STILL THERE" if one.key in failed else "deleted" if one.key in removed else "",
                 one.key,
@@ -100,11 +101,11 @@ def _lines(found: Leftovers, pruned: Pruned | None, now: datetime) -> Iterator[s
         where = kept.folder or "the folder itself"
         yield f"kept in {where}: {len(kept.leftovers)} leftover(s): {kept.reason}"
     if pruned is None:
-        total = f"{len(found.removable)} leftover(s), {format_bytes(found.num_bytes)}"
+        total = f"{len(found.removable)} leftover(s), {size_text(found.num_bytes)}"
         yield f"{total}; nothing was deleted" + ("; --yes deletes them" if found.removable else "")
     else:
         yield (
-            f"deleted {len(pruned.removed)} leftover(s), {format_bytes(pruned.removed_bytes)};"
+            f"deleted {len(pruned.removed)} leftover(s), {size_text(pruned.removed_bytes)};"
             f" {len(pruned.failed)} could not be deleted"
         )
 

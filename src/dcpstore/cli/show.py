@@ -12,6 +12,7 @@ from typing import Any
 
 from dcpstore.audit.description import Described, Description, describe, describe_file
 from dcpstore.audit.outline import Branch, Totals, build_outline, select, sort_entries, sum_up
+from dcpstore.audit.printing import count_text, size_text
 from dcpstore.cli.connection import (
     Connection,
     add_connection_arguments,
@@ -20,7 +21,7 @@ from dcpstore.cli.connection import (
 )
 from dcpstore.cli.exit_codes import ExitCode
 from dcpstore.cli.output import Output
-from dcpstore.cli.text import format_bytes, format_count, table
+from dcpstore.cli.text import table
 from dcpstore.errors import NotFoundError
 
 DESCRIPTION = """\
@@ -168,7 +169,7 @@ def _entry_lines(entries: Sequence[Described]) -> Iterator[str]:
             entry.dtype or "value",
             _shape(entry),
             str(len(entry.shards)),
-            format_bytes(entry.num_bytes),
+            size_text(entry.num_bytes),
         )
         for entry in entries
     )
@@ -199,8 +200,8 @@ def _object_lines(description: Description) -> Iterator[str]:
             one.key,
             "-" if one.rank is None else str(one.rank),
             str(one.num_items),
-            format_bytes(one.stored_bytes),
-            "?" if one.size_bytes is None else format_bytes(one.size_bytes),
+            size_text(one.stored_bytes),
+            "?" if one.size_bytes is None else size_text(one.size_bytes),
         )
         for one in description.objects
     )
@@ -208,7 +209,7 @@ def _object_lines(description: Description) -> Iterator[str]:
 
 
 def _tree_lines(root: Branch, depth: int | None) -> Iterator[str]:
-    rows = [("(all)", str(root.totals.num_shards), format_bytes(root.totals.num_bytes), "")]
+    rows = [("(all)", str(root.totals.num_shards), size_text(root.totals.num_bytes), "")]
     rows += _tree_rows(root, 0, depth)
     return table(("PREFIX", "SHARDS", "BYTES", ""), rows, right=(1, 2))
 
@@ -221,14 +222,14 @@ def _tree_rows(
     indent = "  " * level
     for one in branch.branches:
         totals = one.totals
-        count = format_count(totals.num_tensors + totals.num_values, "key")
-        size = format_bytes(totals.num_bytes)
+        count = count_text(totals.num_tensors + totals.num_values, "key")
+        size = size_text(totals.num_bytes)
         yield f"{indent}{one.name}.", str(totals.num_shards), size, count
         yield from _tree_rows(one, level + 1, depth)
     for entry in branch.entries:
         name = entry.key.rsplit(".", 1)[-1]
         what = f"{entry.dtype} {_shape(entry)}" if entry.is_tensor else "value"
-        yield f"{indent}{name}", str(len(entry.shards)), format_bytes(entry.num_bytes), what
+        yield f"{indent}{name}", str(len(entry.shards)), size_text(entry.num_bytes), what
 
 
 def _total_lines(shown: _Shown) -> Iterator[str]:
@@ -236,17 +237,17 @@ def _total_lines(shown: _Shown) -> Iterator[str]:
     num_shown, num_keys = len(shown.entries), len(description.entries)
     of_all = "" if num_shown == num_keys else f" (shown: {num_shown} of {num_keys} keys)"
     yield (
-        f"{format_count(totals.num_tensors, 'tensor')} with"
-        f" {format_count(totals.num_elements, 'element')},"
-        f" {format_count(totals.num_values, 'value')}: {format_bytes(totals.num_bytes)} in"
-        f" {format_count(totals.num_shards, 'shard')}{of_all}"
+        f"{count_text(totals.num_tensors, 'tensor')} with"
+        f" {count_text(totals.num_elements, 'element')},"
+        f" {count_text(totals.num_values, 'value')}: {size_text(totals.num_bytes)} in"
+        f" {count_text(totals.num_shards, 'shard')}{of_all}"
     )
     if totals.by_dtype:
-        yield ", ".join(f"{name} {format_bytes(size)}" for name, size in totals.by_dtype)
+        yield ", ".join(f"{name} {size_text(size)}" for name, size in totals.by_dtype)
     ranks = {one.rank for one in description.objects if one.rank is not None}
-    by_ranks = f" by {format_count(len(ranks), 'rank')}" if ranks else ""
-    stored = format_bytes(sum(one.stored_bytes for one in description.objects))
-    yield f"{format_count(len(description.objects), 'object')}{by_ranks} with {stored}"
+    by_ranks = f" by {count_text(len(ranks), 'rank')}" if ranks else ""
+    stored = size_text(sum(one.stored_bytes for one in description.objects))
+    yield f"{count_text(len(description.objects), 'object')}{by_ranks} with {stored}"
 
 
 def _shape(entry: Described) -> str:

@@ -1,27 +1,13 @@
-"""Numbers, times and tables as people read them. Pure functions."""
+"""Times and tables of the command line. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
-__all__ = ["format_age", "format_bytes", "format_count", "format_time", "table"]
+__all__ = ["format_age", "format_time", "table"]
 
 _AGES = ((365 * 86400, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a size such as ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
-
-
-def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as ``1 key`` or ``20,000 keys``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_age(when: datetime | None, now: datetime) -> str:
