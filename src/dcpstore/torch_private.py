@@ -44,6 +44,7 @@ __all__ = [
     "tensor_attributes",
     "tensor_lazy_bits",
     "typed_storage",
+    "untyped_storage",
     "validate_global_plan",
     "wait_async_collective",
     "weights_only_unpickler",
@@ -376,6 +377,12 @@ def meta_storage(num_bytes: int) -> torch.UntypedStorage:
     return made
 
 
+def untyped_storage(storage: Any) -> torch.UntypedStorage:
+    """Return the storage that a typed one wraps, without torch's warning about typed ones."""
+    held: torch.UntypedStorage = storage._untyped_storage  # noqa: SLF001 - this module's job
+    return held
+
+
 def storage_identity(value: Any) -> int:
     """Return a number that tensors, or storages, share while they share their memory.
 
@@ -389,7 +396,7 @@ def storage_identity(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         value = value.untyped_storage()
     elif isinstance(value, torch.storage.TypedStorage):
-        value = value._untyped_storage  # noqa: SLF001 - this module's job
+        value = untyped_storage(value)
     return int(value._cdata)  # noqa: SLF001
 
 

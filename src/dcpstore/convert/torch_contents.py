@@ -52,7 +52,7 @@ class Assembled:
 
     def target(self, stand_in: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """Return where a part lies in the storage's memory; what repeats itself, once."""
-        out = torch.empty(0, dtype=stand_in.dtype)
+        out = torch.empty(0, dtype=stand_in.dtype, device="cpu")
         offset = int(stand_in.storage_offset()) - self.base_bytes // stand_in.dtype.itemsize
         steps = zip(stand_in.size(), stand_in.stride(), strict=True)
         sizes = [size if stride else 1 for size, stride in steps]

@@ -304,7 +304,7 @@ class _ToFile:
                 )
             return found[content.number]
         assert isinstance(content, Assembled)
-        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         self._checkpoint.read_boxes(
             [
                 BoxRead(fqn, (0,) * stand_in.dim(), content.target(stand_in, memory))

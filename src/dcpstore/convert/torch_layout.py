@@ -159,7 +159,7 @@ def write_record(pickled: PickledStructure, read: Callable[[int], memoryview]) -
 
 def storage_bytes(storage: torch.UntypedStorage) -> memoryview:
     """Return the bytes of a real storage."""
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     held: Any = storage
     flat.set_(held if storage.device.type == "cpu" else held.cpu())
     return memoryview(flat.numpy())  # type: ignore[arg-type]

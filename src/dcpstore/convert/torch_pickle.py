@@ -23,6 +23,7 @@ from dcpstore.torch_private import (
     storage_identity,
     tensor_attributes,
     tensor_lazy_bits,
+    untyped_storage,
 )
 
 __all__ = [
@@ -147,8 +148,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, _StorageRef):
             return self._stand_in_id(obj.identity, obj.dtype)
         if isinstance(obj, torch.storage.TypedStorage):
-            typed: Any = obj
-            return self._storage_id(typed.untyped(), typed.dtype)
+            return self._storage_id(untyped_storage(obj), obj.dtype)
         if isinstance(obj, torch.UntypedStorage):
             return self._storage_id(obj, None)
         return None

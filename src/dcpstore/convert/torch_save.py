@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -244,7 +245,10 @@ class _ToCheckpoint:
     # --- what is no strided tensor ---------------------------------------------------------
 
     def _read_storage(self, identity: int) -> memoryview:
-        return self._file.read_storage(self._file.identities[identity])
+        key = self._file.identities[identity]
+        data = self._file.read_storage(key)
+        self._file.check_crc(key, zlib.crc32(data))
+        return data
 
     def _read_opaque(self, one: OpaqueTensor) -> torch.Tensor:
         record = write_record(one.record, self._read_storage)

@@ -190,10 +190,9 @@ class ReadAhead:
         """
         for key, parts in self._crcs.items():
             crc32 = position = 0
-            for (start, end), part in sorted(parts.items()):
-                if start != position:
-                    break
-                crc32, position = combine(crc32, part, end - start), end
+            longest = {span.start: span for span in sorted(parts)}
+            while (span := longest.pop(position, None)) is not None:
+                crc32, position = combine(crc32, parts[span], span.num_bytes), span.end
             if position == self._file.storages[key].num_bytes:
                 self._file.check_crc(key, crc32)
 

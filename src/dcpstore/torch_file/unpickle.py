@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.format.dtypes import is_plain_dtype
 from dcpstore.torch_private import named_storage_class, typed_storage, weights_only_unpickler
 
 __all__ = ["PickledStorage", "Storages", "unpickle"]
@@ -57,9 +58,14 @@ class Storages:
             case ("storage", kind, str() as key, str() as location, int() as count) if count >= 0:
                 dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
                 if isinstance(dtype, torch.dtype):
+                    self._check_plain(dtype)
                     one = PickledStorage(key, dtype, count * dtype.itemsize, location)
                     return typed_storage(self._storage(one), dtype)
         raise CorruptError(f"{self._what} is damaged: it names a storage by {persistent_id!r}")
+
+    def _check_plain(self, dtype: torch.dtype) -> None:
+        if not is_plain_dtype(dtype):
+            raise IncompatibleError(_no_stand_in(self._what, f"it is of {dtype}"))
 
     def _storage(self, one: PickledStorage) -> torch.UntypedStorage:
         known = self.pickled.setdefault(one.key, one)
@@ -95,15 +101,19 @@ def unpickle(data: bytes, storages: Storages, *, weights_only: bool, what: str) 
     except (CorruptError, IncompatibleError):
         raise
     except NotImplementedError as error:
-        raise IncompatibleError(
-            f"{what} holds a tensor that cannot be read by ranges, such as a quantized or a nested"
-            " one; load it with torch.load, turn it into plain tensors (dequantize(), unbind())"
-            f" and save it again. Torch says: {_first_line(error)}"
-        ) from error
+        raise IncompatibleError(_no_stand_in(what, _first_line(error))) from error
     except pickle.UnpicklingError as error:
         raise CorruptError(_explain(error, what, weights_only=weights_only)) from error
     except Exception as error:
         raise CorruptError(f"the pickle of {what} cannot be opened: {error!r}") from error
+
+
+def _no_stand_in(what: str, reason: str) -> str:
+    return (
+        f"{what} holds a tensor that cannot be read by ranges, such as a quantized or a nested one;"
+        " load it with torch.load, turn it into plain tensors (dequantize(), unbind()) and save it"
+        f" again ({reason})"
+    )
 
 
 def _explain(error: Exception, what: str, *, weights_only: bool) -> str:
