@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from dcpstore.cli.main import main as cli_main
 from dcpstore.testing import GcsServer, MotoServer
 
 # gcsfs would ask Google's control plane what kind of bucket an emulated one is.
@@ -37,3 +39,15 @@ def gcs_server() -> Iterator[GcsServer]:
         pytest.skip("gcp-storage-emulator is not installed")
     with GcsServer("contract") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def cli() -> Callable[..., tuple[int, str, str]]:
+    """Run a command of ``dcpstore`` in this process: exit code, standard output and error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        code = cli_main([str(one) for one in arguments], stdout=out, stderr=err)
+        return code, out.getvalue(), err.getvalue()
+
+    return run

@@ -21,7 +21,6 @@ from dcpstore.discovery import Discovered, discover, read_file_header
 from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.format.dtypes import DTYPES
 from dcpstore.format.safetensors import TensorInFile
-from dcpstore.keys import METADATA_KEY
 from dcpstore.manifest import ItemId, Manifest, StoredItem, decode
 from dcpstore.store.base import Store
 
@@ -165,7 +164,7 @@ def describe(store: Store, config: ReadConfig) -> Description:
             _describe(discover(store, config, rank=rank), config) for rank in _sealed_ranks(store)
         ]
         if not parts:
-            raise NotFoundError(f"{error}{_hint(store.url)}") from error
+            raise NotFoundError(f"{error}. `dcpstore ls` shows what lies below a URL") from error
     return _merge(store.url, parts)
 
 
@@ -344,13 +343,6 @@ def _sealed_ranks(store: Store) -> list[int]:
             raise
         return []
     return sorted(int(match[1]) for match in matches if match)
-
-
-def _hint(url: str) -> str:
-    name = url.rsplit("/", 1)[-1]
-    if name == METADATA_KEY or name.endswith((".distcp", ".index.json")):
-        return f". {name} is an object of a checkpoint: give the URL of its folder"
-    return ". `dcpstore ls` shows what lies below a URL"
 
 
 @lru_cache(maxsize=64)  # thousands of tensors share a few texts

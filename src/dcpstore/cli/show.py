@@ -22,7 +22,8 @@ from dcpstore.cli.connection import (
 from dcpstore.cli.exit_codes import ExitCode
 from dcpstore.cli.output import Output
 from dcpstore.cli.text import table
-from dcpstore.errors import NotFoundError
+from dcpstore.errors import ConfigError, NotFoundError
+from dcpstore.keys import METADATA_KEY, save_id_of
 
 DESCRIPTION = """\
 Show the tensors and values of a checkpoint with shape, dtype, shards and bytes, and where they
@@ -100,7 +101,11 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
 
 def _describe(connection: Connection) -> Description:
     """Describe the file that the URL's name tells of, or else the folder."""
-    name = connection.url.rstrip("/").rsplit("/", 1)[-1]
+    around, _, name = connection.url.rstrip("/").rpartition("/")
+    if name == METADATA_KEY or name.endswith(".distcp") or save_id_of(name):
+        raise ConfigError(
+            f"{name} is one object of a checkpoint, which is a folder: write {around}"
+        )
     if name.endswith(".safetensors"):
         return _describe_file(connection)
     if name.endswith(_TORCH_FILES):
