@@ -104,9 +104,10 @@ def write_checkpoint(
         RankFailures: On every rank, if any failed. Nothing was sealed.
     """
     phases = Phases()
+    block_bytes = min(shares.block_bytes, object_bytes)  # a block is an item, in one object
     with (
         phases.phase("write"),
-        _StreamingPlanner(checkpoint, entries, shares.block_bytes, group) as planner,
+        _StreamingPlanner(checkpoint, entries, block_bytes, group) as planner,
     ):
         saved = save(
             {},
