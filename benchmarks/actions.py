@@ -11,9 +11,10 @@ import torch
 
 from benchmarks.gauge import measured
 from benchmarks.job import Job
-from benchmarks.states import Place, check, make_state, make_targets, needed_bytes
+from benchmarks.states import check, make_state, make_targets, needed_bytes
 from benchmarks.systems import SYSTEMS
 from benchmarks.training import train_beside
+from benchmarks.want import Place
 
 __all__ = ["act"]
 
@@ -55,10 +56,10 @@ def _train(job: Job, place: Place) -> dict[str, Any]:
 
 
 def _convert(job: Job, place: Place) -> dict[str, Any]:
-    options, target = job.site.options, f"{job.url}-as/state.{job.target}"
-    convert = SYSTEMS[job.system].converters[job.target]
-    found = measured(job.site, place, lambda: convert(job.url, target, options))
-    with fsspec.open(target, "rb", **options) as stream:
+    options, folder = job.site.options, f"{job.url}-as"
+    convert, written = SYSTEMS[job.system].converters[job.target], []
+    found = measured(job.site, place, lambda: written.append(convert(job.url, folder, options)))
+    with fsspec.open(written[0], "rb", **options) as stream:
         loaded = _LOADERS[job.target](stream.read())
     check(loaded, job.kind, job.num_bytes, job.want, place)
     assert set(loaded) == set(make_state(job.kind, job.num_bytes, job.want, place))
@@ -86,6 +87,8 @@ def _warm_up(job: Job) -> None:
     url = f"{job.url}-warm-{os.getppid() if job.num_ranks > 1 else os.getpid()}"
     system.save(tiny, url, options)
     system.load(tiny, url, options)
+    if job.target:
+        system.converters[job.target](url, f"{url}-as", options)
 
 
 def _state(job: Job, place: Place) -> dict[str, torch.Tensor]:

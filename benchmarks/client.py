@@ -21,6 +21,7 @@ import fsspec.asyn  # noqa: F401 - imported before the fork
 import obstore.store  # noqa: F401
 import s3fs  # noqa: F401
 import torch
+import torch._dynamo  # the first DTensor wants it
 import torch.distributed.checkpoint._fsspec_filesystem
 import torch.distributed.tensor
 
@@ -28,7 +29,7 @@ import dcpstore  # noqa: F401
 from benchmarks.actions import act
 from benchmarks.gauge import merged
 from benchmarks.job import Job
-from benchmarks.states import Place
+from benchmarks.want import Place
 
 
 def measure(job: Job) -> dict[str, Any] | None:

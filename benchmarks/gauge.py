@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.job import Site, control
-from benchmarks.states import Place
+from benchmarks.want import Place
 
 __all__ = ["measured", "merged"]
 

@@ -7,7 +7,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.states import Want
+from benchmarks.want import Want
 
 __all__ = ["Job", "Site", "control"]
 

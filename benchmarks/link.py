@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = ["Link", "Weather"]
@@ -41,13 +42,25 @@ class Weather:
     """What a link does from now on, request by request. Thread-safe.
 
     The same seed gives the same waits to the first, second, third ... request, whoever asks.
+
+    Args:
+        link: What it is like.
+        clock: Monotonic seconds.
+        sleep: Waits for seconds.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(
+        self,
+        link: Link,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.link = link
+        self._clock, self._sleep = clock, sleep
         self._random = random.Random(link.seed)
         self._lock = threading.Lock()
-        self._began_s = time.monotonic()
+        self._began_s = clock()
 
     def wait_s(self) -> float:
         """Draw how long the next request waits."""
@@ -59,11 +72,11 @@ class Weather:
     def is_burst(self) -> bool:
         """Tell whether requests are refused at this moment."""
         link = self.link
-        since_s = time.monotonic() - self._began_s - _FIRST_BURST_S
+        since_s = self._clock() - self._began_s - _FIRST_BURST_S
         return bool(link.burst_s) and since_s >= 0 and since_s % link.burst_every_s < link.burst_s
 
     def pace(self, began_s: float, num_bytes: int) -> None:
-        """Wait until so many bytes may have passed since ``began_s`` (of the monotonic clock)."""
+        """Wait until so many bytes may have passed since ``began_s`` of the clock."""
         rate = self.link.bytes_per_s
-        if rate and (ahead_s := began_s + num_bytes / rate - time.monotonic()) > 0:
-            time.sleep(ahead_s)
+        if rate and (ahead_s := began_s + num_bytes / rate - self._clock()) > 0:
+            self._sleep(ahead_s)

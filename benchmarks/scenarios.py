@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from benchmarks.link import Link
-from benchmarks.states import Want
+from benchmarks.want import Want
 
 __all__ = ["LINKS", "SCENARIOS", "Scenario"]
 

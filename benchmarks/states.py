@@ -5,44 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Place", "Want", "check", "make_state", "make_targets", "needed_bytes"]
+from benchmarks.want import Place, Want
+
+__all__ = ["check", "make_state", "make_targets", "needed_bytes"]
 
 MIB = 1 << 20
-_ALONE_RANKS, _ALONE_RANK = 8, 3  # whose shard one process asks for, of ranks that do not exist
 StateDict = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What a load asks for.
-
-    Attributes:
-        is_one: Load a single tensor, the fourth of 40, and not all.
-        shard_dim: Save and load shards along this dimension, one per rank. A process that
-            is alone saves the whole and loads the shard of rank 3 of 8.
-    """
-
-    is_one: bool = False
-    shard_dim: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which rank this process is, of how many."""
-
-    rank: int = 0
-    num_ranks: int = 1
-
-    def parts(self) -> tuple[int, int]:
-        """Return into how many shards a load cuts, and which is this process's."""
-        if self.num_ranks == 1:
-            return _ALONE_RANKS, _ALONE_RANK
-        return self.num_ranks, self.rank
 
 
 def _floats(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
@@ -167,10 +139,11 @@ def _shard(local: torch.Tensor, want: Want, place: Place) -> torch.Tensor:
     """Return the DTensor of which this is this process's part."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     parts, rank = place.parts()
     if not torch.distributed.is_initialized():
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parts)
     mesh = init_device_mesh("cpu", (parts,))
     assert want.shard_dim is not None

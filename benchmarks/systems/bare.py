@@ -5,8 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from benchmarks.systems.base import StateDict, System
 
 __all__ = ["bare"]
@@ -39,6 +37,7 @@ def _store(url: str, options: dict[str, Any]) -> tuple[Any, str]:
 def _save(state: StateDict, url: str, options: dict[str, Any]) -> None:
     """Put a tensor's own memory as one object, with the part size and concurrency of ours."""
     import obstore
+    import torch
 
     from dcpstore import WriteConfig
 

@@ -1,4 +1,8 @@
-"""What a measured system is: something that saves, loads, and perhaps writes in the background."""
+"""What a measured system is: something that saves, loads, and perhaps writes in the background.
+
+Torch and the systems themselves are imported by the processes that measure, and not by the
+one that only names them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-
 __all__ = ["Convert", "StateDict", "System", "of_dcp", "quietly"]
 
 StateDict = dict[str, Any]
 Options = dict[str, Any]
-Convert = Callable[[str, str, Options], object]
+Convert = Callable[[str, str, Options], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,8 @@ class System:
         load: Likewise, with the targets.
         writer: Makes a DCP writer from URL and options, for saves in the background.
         converters: By kind of target (``pt``, ``safetensors``): called with the URL of a
-            checkpoint, the URL to write and the options of both.
+            checkpoint, a folder to write into and the options of both; the URL of the file
+            that was written is returned.
         is_bare: Whether it knows nothing of tensors and moves bytes only.
         needs: Distributions that it is made of and that are not installed with dcpstore.
     """
@@ -55,10 +57,14 @@ def of_dcp(
     """Return the system that a DCP writer and a DCP reader make."""
 
     def save(state: StateDict, url: str, options: Options) -> None:
+        import torch.distributed.checkpoint as dcp
+
         storage_writer = writer(url, options)
         quietly(lambda: dcp.save(state, storage_writer=storage_writer, no_dist=_is_alone()))
 
     def load(state: StateDict, url: str, options: Options) -> None:
+        import torch.distributed.checkpoint as dcp
+
         storage_reader = reader(url, options)
         quietly(lambda: dcp.load(state, storage_reader=storage_reader, no_dist=_is_alone()))
 
@@ -82,4 +88,6 @@ def quietly(call: Callable[[], object]) -> None:
 
 def _is_alone() -> bool:
     """Tell whether the ranks of this process's group, if any, exist only in its mesh."""
+    import torch.distributed as dist
+
     return not dist.is_initialized() or dist.get_backend() == "fake"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.systems.base import Convert, StateDict, System, of_dcp, quietly
+from benchmarks.systems.base import StateDict, System, of_dcp, quietly
 
 __all__ = ["ours", "ours_shared"]
 
@@ -24,7 +24,13 @@ def ours(label: str, layout: str, *, engine: Any) -> System:
         config = dcpstore.ReadConfig(engine=engine)
         return dcpstore.ObjectStoreReader(url, storage_options=options, config=config)
 
-    return of_dcp(label, layout, writer=writer, reader=reader, converters=_CONVERTERS)
+    return of_dcp(
+        label,
+        layout,
+        writer=writer,
+        reader=reader,
+        converters={"pt": _to_pt, "safetensors": _to_safetensors},
+    )
 
 
 def ours_shared(label: str, layout: str) -> System:
@@ -44,4 +50,20 @@ def _load(state: StateDict, url: str, options: dict[str, Any]) -> None:
     quietly(lambda: dcpstore.load(state, url, storage_options=options))
 
 
-_CONVERTERS: dict[str, Convert] = {}
+def _to_pt(source: str, folder: str, options: dict[str, Any]) -> str:
+    from dcpstore.convert import dcp_to_torch_save
+
+    target = f"{folder}/state.pt"
+    quietly(
+        lambda: dcp_to_torch_save(source, target, source_options=options, target_options=options)
+    )
+    return target
+
+
+def _to_safetensors(source: str, folder: str, options: dict[str, Any]) -> str:
+    from dcpstore.convert import dcp_to_safetensors
+
+    quietly(
+        lambda: dcp_to_safetensors(source, folder, source_options=options, target_options=options)
+    )
+    return f"{folder}/model.safetensors"

@@ -42,19 +42,21 @@ def _whole_state(url: str, options: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _to_pt(source: str, target: str, options: dict[str, Any]) -> None:
+def _to_pt(source: str, folder: str, options: dict[str, Any]) -> str:
     import fsspec
     import torch
 
     state = _whole_state(source, options)
-    with fsspec.open(target, "wb", **options) as stream:
+    with fsspec.open(f"{folder}/state.pt", "wb", **options) as stream:
         torch.save(state, stream)
+    return f"{folder}/state.pt"
 
 
-def _to_safetensors(source: str, target: str, options: dict[str, Any]) -> None:
+def _to_safetensors(source: str, folder: str, options: dict[str, Any]) -> str:
     import fsspec
     from safetensors.torch import save
 
     data = save(_whole_state(source, options))
-    with fsspec.open(target, "wb", **options) as stream:
+    with fsspec.open(f"{folder}/model.safetensors", "wb", **options) as stream:
         stream.write(data)
+    return f"{folder}/model.safetensors"

@@ -1,32 +1,39 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
+from benchmarks.link import Link, Weather
+from benchmarks.plot import plot
+from benchmarks.report import render
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """What a smoke run prints, and its runs per row and system."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A smoke run of few rows; one of them with several ranks."""
     output = tmp_path_factory.mktemp("bench") / "results.json"
-    rows = ["save", "reshard-rows", "load-scalars"]
     command = [sys.executable, "-m", "benchmarks", "--quick", "--output", str(output)]
-    command += ["--only", *rows, "--systems", "stock", "ours", "bare"]
-    done = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE)
-    results = json.loads(output.read_text())
-    return done.stdout, {row["name"]: row["runs"] for row in results["rows"]}
+    command += ["--only", "save", "reshard-rows", "train", "rows-4-2"]
+    command += ["--systems", "stock", "ours", "ours-shared", "bare"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return json.loads(output.read_text())
 
 
-def test_the_benchmark_measures_every_system_at_the_server(
-    outcome: tuple[str, dict[str, Any]],
-) -> None:
-    _, rows = outcome
+@pytest.fixture(scope="module")
+def rows(results: dict[str, Any]) -> dict[str, Any]:
+    """Its runs per row and system."""
+    return {row["name"]: row["runs"] for row in results["rows"]}
+
+
+def test_the_benchmark_measures_every_system_at_the_server(rows: dict[str, Any]) -> None:
     assert set(rows["save"]) == {"stock", "ours", "bare"}
     for (save,) in rows["save"].values():
         assert save["bytes_in"] >= save["needed_bytes"]
@@ -35,14 +42,70 @@ def test_the_benchmark_measures_every_system_at_the_server(
         assert load["bytes_out"] >= load["needed_bytes"]
 
 
-def test_the_benchmark_shows_what_a_load_asks_for(outcome: tuple[str, dict[str, Any]]) -> None:
-    _, rows = outcome
-    (rowwise,), (scalars,) = rows["reshard-rows"]["ours"], rows["load-scalars"]["ours"]
-    assert rowwise["data_bytes_out"] < 1.6 * rowwise["needed_bytes"]
-    assert set(scalars["requests"]) == {"GetObject index"}
+def test_the_benchmark_shows_what_a_load_asks_for(rows: dict[str, Any]) -> None:
+    for (load,) in (rows["reshard-rows"]["ours"], rows["rows-4-2"]["ours-shared"]):
+        assert load["data_bytes_out"] < 1.6 * load["needed_bytes"]
+        assert load["requests"]["GetObject index"] == 2
 
 
-def test_the_benchmark_prints_a_table_per_row(outcome: tuple[str, dict[str, Any]]) -> None:
-    text, rows = outcome
-    assert all(f"(`{name}`" in text for name in rows)
-    assert "dcpstore (obstore)" in text
+def test_the_benchmark_tells_what_a_background_save_takes_from_training(
+    rows: dict[str, Any],
+) -> None:
+    for (train,) in rows["train"].values():
+        assert 0 < train["blocked_s"] <= train["wall_s"]
+        assert 0 < train["step_s"] <= train["worst_s"]
+        assert train["bytes_in"] >= train["needed_bytes"]
+
+
+def test_the_report_has_every_row_in_the_sum_and_a_table_of_its_own(
+    results: dict[str, Any], rows: dict[str, Any]
+) -> None:
+    text = render({**results, "is_quick": False})
+    assert all(f"| `{name}` |" in text and f"(`{name}`)" in text for name in rows)
+    assert "save: no LIST, HEAD, COPY, DELETE | 0 | yes" in text
+
+
+def test_the_report_and_the_plot_say_who_failed_and_go_on(results: dict[str, Any]) -> None:
+    broken = json.loads(json.dumps(results))
+    broken["rows"][0]["runs"]["stock"] = [{"failed": True}]
+    text = render(broken)
+    assert re.search(r"\| `save` \| fails \|", text)
+    assert "| stock DCP (s3fs) | fails |" in text
+    assert len(ET.fromstring(plot(broken))) < len(ET.fromstring(plot(results)))
+
+
+# --- the emulated distance ---------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_waits_and_another_one_others() -> None:
+    def waits(seed: int) -> list[float]:
+        weather = Weather(Link(latency_s=0.02, jitter_s=0.03, seed=seed))
+        return [weather.wait_s() for _ in range(100)]
+
+    assert waits(1) == waits(1) != waits(2)
+    assert 0.02 <= min(waits(1)) < 0.025 < 0.045 < max(waits(1)) <= 0.05
+
+
+def test_a_slow_tail_meets_as_many_requests_as_it_says() -> None:
+    weather = Weather(Link(slow_share=0.01, slow_s=1.0))
+    slow = [weather.wait_s() == 1.0 for _ in range(10_000)]
+    assert 60 < sum(slow) < 140
+
+
+def test_bursts_begin_soon_and_come_again() -> None:
+    now = [100.0]
+    weather = Weather(Link(burst_s=0.4, burst_every_s=2.0), clock=lambda: now[0])
+    refused = []
+    for tenth in range(45):
+        now[0] = 100.0 + tenth / 10 + 0.05
+        refused.append(weather.is_burst())
+    bursts = [0.3 <= t / 10 + 0.05 < 0.7 or 2.3 <= t / 10 + 0.05 < 2.7 for t in range(43)]
+    assert refused[:43] == bursts
+
+
+def test_a_paced_connection_waits_for_what_it_is_ahead() -> None:
+    waited: list[float] = []
+    weather = Weather(Link(bytes_per_s=100.0), clock=lambda: 5.0, sleep=waited.append)
+    weather.pace(5.0, 200)
+    weather.pace(1.0, 200)  # long since due
+    assert waited == [2.0]
