@@ -16,7 +16,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
@@ -500,15 +500,11 @@ class _Receiver(LoadPlanner):
 
 
 def _total(one: ReadStats, other: ReadStats) -> ReadStats:
-    return ReadStats(
-        one.num_targets + other.num_targets,
-        one.num_inline + other.num_inline,
-        one.num_requests + other.num_requests,
-        one.needed_bytes + other.needed_bytes,
-        one.fetched_bytes + other.fetched_bytes,
-        one.received_bytes + other.received_bytes,
-        max(one.peak_bytes, other.peak_bytes),
-    )
+    sums = {
+        counter.name: getattr(one, counter.name) + getattr(other, counter.name)
+        for counter in fields(ReadStats)
+    }
+    return replace(ReadStats(**sums), peak_bytes=max(one.peak_bytes, other.peak_bytes))
 
 
 def _similar(fqn: str, keys: Sequence[str]) -> str:
