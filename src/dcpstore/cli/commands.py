@@ -22,6 +22,7 @@ SUMMARIES = {
     "ls": "list the checkpoints below a URL",
     "show": "show the tensors of a checkpoint and where they lie",
     "verify": "check every object and block of a checkpoint",
+    "diff": "compare two checkpoints, by checksum where that tells",
     "prune": "find and delete what interrupted saves left",
     "demo": "train, save to an emulated bucket, and resume elsewhere",
 }
