@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from dcpstore.audit.listing import natural_order
 from dcpstore.audit.printing import count_text
+from dcpstore.collector import collector_paused
 from dcpstore.config import ReadConfig
 from dcpstore.discovery import Discovered, discover, read_file_header
 from dcpstore.errors import NotFoundError, StoreError
@@ -158,14 +159,15 @@ def describe(store: Store, config: ReadConfig) -> Description:
         StoreError: If the store refuses.
     """
     try:
-        return _describe(discover(store, config), config)
+        found = discover(store, config)
     except NotFoundError as error:
-        parts = [
-            _describe(discover(store, config, rank=rank), config) for rank in _sealed_ranks(store)
-        ]
-        if not parts:
+        sealed = [discover(store, config, rank=rank) for rank in _sealed_ranks(store)]
+        if not sealed:
             raise NotFoundError(f"{error}. `dcpstore ls` shows what lies below a URL") from error
-    return _merge(store.url, parts)
+        with collector_paused():
+            return _merge(store.url, [_describe(one, config) for one in sealed])
+    with collector_paused():
+        return _describe(found, config)
 
 
 def describe_file(store: Store, name: str) -> Description:
