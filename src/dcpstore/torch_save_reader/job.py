@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -161,19 +161,21 @@ class LoadJob:
         assert content is not None, "the coordinator of the group is the rank that reads"
         wanted = {want.source for one in asked for want in one.wants}
         extents = {number: content.sources[number].extent for number in wanted}
-        first, numbers = len(content.sources), {}
-        for key in sorted({key for one in asked for key in one.values.values()}):
-            blob = pickle_value(content.file, content.values[key])
-            numbers[key] = first + len(self._blobs)
-            extents[numbers[key]] = Extent((len(blob),), 1, (0,))
-            self._blobs.append(blob)
+        first = len(content.sources)
+        numbers = self._pickle_values({key for one in asked for key in one.values.values()})
+        extents |= {
+            first + number: Extent((len(blob),), 1, (0,)) for number, blob in enumerate(self._blobs)
+        }
         value_bytes = [
-            {item: len(self._blobs[numbers[key] - first]) for item, key in one.values.items()}
+            {item: len(self._blobs[numbers[key]]) for item, key in one.values.items()}
             for one in asked
         ]
         wants = [
             [*one.wants]
-            + [Want(item, numbers[key], (0,), (lengths[item],)) for item, key in one.values.items()]
+            + [
+                Want(item, first + numbers[key], (0,), (lengths[item],))
+                for item, key in one.values.items()
+            ]
             for one, lengths in zip(asked, value_bytes, strict=True)
         ]
         self._plan = plan_waves(extents, wants, wave_bytes=self._wave_bytes)
@@ -183,6 +185,24 @@ class LoadJob:
             _Orders(waves, lengths, needs_lanes)
             for waves, lengths in zip(legs, value_bytes, strict=True)
         ]
+
+    def _pickle_values(self, keys: Collection[str]) -> dict[str, int]:
+        """Pickle values, equal plain ones once; return the number of its bytes by key."""
+        assert self._content is not None
+        numbers: dict[str, int] = {}
+        same: dict[str, int] = {}
+        for key in sorted(keys):
+            value = self._content.values[key]
+            # 20,000 parameters have 20,000 step counters, and few numbers in them.
+            name = repr(value) if type(value) in (bool, int, float, type(None)) else None
+            if name in same:
+                numbers[key] = same[name]
+                continue
+            numbers[key] = len(self._blobs)
+            self._blobs.append(pickle_value(self._content.file, value))
+            if name is not None:
+                same[name] = numbers[key]
+        return numbers
 
     # --- bytes -------------------------------------------------------------------------
 

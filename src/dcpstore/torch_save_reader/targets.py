@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,21 +52,13 @@ def resolve_own_part(
         IncompatibleError: Naming each key that the file lacks, or whose kind, shape or dtype
             does not fit. No target was changed.
     """
-    problems: list[str] = []
-    seen: set[str] = set()
+    problems: dict[str, str] = {}
     for read_item in read_items:
         problem = _mismatch(read_item, planner, catalogue)
-        fqn = read_item.storage_index.fqn
-        if problem and fqn not in seen:
-            seen.add(fqn)
-            problems.append(problem)
+        if problem:
+            problems.setdefault(read_item.storage_index.fqn, problem)
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
-        more = len(problems) - _MOST_NAMED
-        raise IncompatibleError(
-            f"{catalogue.url} does not fit the state dict; nothing was loaded:\n{shown}"
-            + (f"\n  and {more} more" if more > 0 else "")
-        )
+        raise IncompatibleError(_explain(problems, catalogue))
     items = {item.storage_index: _stored_item(item, catalogue) for item in read_items}
     targets = resolve_targets(
         read_items, planner, items, Metadata(state_dict_metadata={}), config.casts
@@ -78,6 +71,17 @@ def resolve_own_part(
     )
 
 
+def _explain(problems: Mapping[str, str], catalogue: Catalogue) -> str:
+    shown = []
+    for fqn, problem in itertools.islice(problems.items(), _MOST_NAMED):
+        is_missing = fqn not in catalogue.paths
+        near = ", ".join(map(repr, catalogue.keys_like(fqn))) if is_missing else ""
+        shown.append(f"  {problem}" + (f"; it has {near}" if near else ""))
+    if len(problems) > _MOST_NAMED:
+        shown.append(f"  and {len(problems) - _MOST_NAMED} more")
+    return "\n".join([f"{catalogue.url} does not fit the state dict; nothing was loaded:", *shown])
+
+
 def _mismatch(read_item: ReadItem, planner: LoadPlanner, catalogue: Catalogue) -> str | None:
     fqn = read_item.storage_index.fqn
     wants_value = read_item.type == LoadItemType.BYTE_IO
@@ -88,8 +92,7 @@ def _mismatch(read_item: ReadItem, planner: LoadPlanner, catalogue: Catalogue) -
         )
     entry = catalogue.tensors.get(fqn)
     if entry is None and fqn not in catalogue.values:
-        near = ", ".join(map(repr, catalogue.keys_like(fqn)))
-        return f"{fqn!r} is not in the file" + (f"; it has {near}" if near else ", which is empty")
+        return f"{fqn!r} is not in the file"
     if (entry is None) != wants_value:
         saved, wanted = ("a value", "a tensor") if entry is None else ("a tensor", "a value")
         return f"{fqn!r} is saved as {saved}, and the state dict has {wanted}"

@@ -15,6 +15,7 @@ log2(W) times, and every rank receives each of its bytes once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -177,10 +178,18 @@ def _bands(
     wave_bytes: int,
 ) -> Iterator[list[Part]]:
     """Cut the boxes of one source into lists of parts, each for one wave at most."""
+    element_bytes = extent.item_bytes * extent.weight
+    if sum(math.prod(sizes) for _, sizes in boxes) * element_bytes <= wave_bytes:
+        yield [
+            Part(source, offsets, sizes, 0, math.prod(sizes) * extent.item_bytes, tuple(takers))
+            for (offsets, sizes), takers in boxes.items()
+            if 0 not in sizes
+        ]
+        return
     num_dims = len(extent.sizes)
     starts = np.array([offsets for offsets, _ in boxes], np.int64).reshape(len(boxes), num_dims)
     sizes = np.array([sizes for _, sizes in boxes], np.int64).reshape(len(boxes), num_dims)
-    takers = [tuple(one) for one in boxes.values()]
+    takers_of = [tuple(takers) for takers in boxes.values()]
     whole = np.zeros(num_dims, np.int64), np.array(extent.sizes, np.int64)
     for low, high in _cut(*whole, starts, starts + sizes, extent, wave_bytes):
         first = np.maximum(starts, low)
@@ -192,7 +201,7 @@ def _bands(
                 tuple(counts[number].tolist()),
                 0,
                 int(counts[number].prod()) * extent.item_bytes,
-                takers[number],
+                takers_of[number],
             )
             for number in np.flatnonzero((counts > 0).all(axis=1)).tolist()
         ]
