@@ -46,11 +46,14 @@ class Site:
     ours: Path
     stock: Path
     file: Path
+    hf: Path
     out: Path
 
     @staticmethod
     def under(folder: Path) -> Site:
-        return Site(folder / "ours", folder / "stock", folder / "model.pt", folder / "out")
+        return Site(
+            folder / "ours", folder / "stock", folder / "model.pt", folder / "hf", folder / "out"
+        )
 
 
 def make_state(num_bytes: int) -> dict[str, Any]:
@@ -114,6 +117,30 @@ def ours_to_safetensors(site: Site) -> None:
     )
 
 
+def ours_from_stock_to_safetensors(site: Site) -> None:
+    ours_to_safetensors(replace(site, ours=site.stock))
+
+
+def ours_from_safetensors(site: Site) -> None:
+    from dcpstore.convert import safetensors_to_dcp
+
+    safetensors_to_dcp(site.hf, site.out / "dcp", budget_bytes=BUDGET_BYTES, progress=False)
+
+
+def ours_copied(site: Site) -> None:
+    from dcpstore.convert import dcp_to_dcp
+
+    dcp_to_dcp(site.ours, site.out / "dcp", budget_bytes=BUDGET_BYTES, progress=False)
+
+
+def stock_written_anew(site: Site) -> None:
+    from dcpstore.convert import dcp_to_dcp
+
+    dcp_to_dcp(
+        site.stock, site.out / "dcp", reencode=True, budget_bytes=BUDGET_BYTES, progress=False
+    )
+
+
 CONVERSIONS: dict[str, Callable[[Site], None]] = {
     "dcp to pt, ours": ours_from_dcp,
     "dcp (stock) to pt, ours": ours_from_stock_dcp,
@@ -121,6 +148,10 @@ CONVERSIONS: dict[str, Callable[[Site], None]] = {
     "pt to dcp, ours": ours_to_dcp,
     "pt to dcp, stock": stock_to_dcp,
     "dcp to safetensors, ours": ours_to_safetensors,
+    "dcp (stock) to safetensors, ours": ours_from_stock_to_safetensors,
+    "safetensors to dcp, ours": ours_from_safetensors,
+    "dcp copied, ours": ours_copied,
+    "dcp (stock) to dcp, ours": stock_written_anew,
 }
 
 
@@ -189,6 +220,8 @@ def _write_sources(site: Site, state: dict[str, Any]) -> None:
     torch.save(state, site.file)
     dcpstore.save(state, site.ours, progress=False)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(site.stock), no_dist=True)
+    ours_to_safetensors(replace(site, out=site.hf.parent))
+    (site.hf.parent / "st").rename(site.hf)
 
 
 def main() -> None:
@@ -204,12 +237,12 @@ def main() -> None:
         prepare(site, int(arguments.gib * (1 << 30)))
         cores = len(os.sched_getaffinity(0))
         print(f"# {' '.join(sys.argv)}; {cores} cores, torch {torch.__version__}")
-        print(f"{'':28}{'s':>8}{'CPU s':>8}{'extra MiB':>11}{'bound MiB':>11}{'GiB':>7}")
+        print(f"{'':34}{'s':>8}{'CPU s':>8}{'extra MiB':>11}{'bound MiB':>11}{'GiB':>7}")
         for name in arguments.only:
             one = measure(name, site)
             bound = "-" if one.bound_mib is None else f"{one.bound_mib:.0f}"
             print(
-                f"{name:28}{one.seconds:8.2f}{one.cpu_seconds:8.2f}{one.extra_mib:11.0f}"
+                f"{name:34}{one.seconds:8.2f}{one.cpu_seconds:8.2f}{one.extra_mib:11.0f}"
                 f"{bound:>11}{one.written_gib:7.2f}",
                 flush=True,
             )
