@@ -86,7 +86,8 @@ def restore_optimizer(
 
     What was saved for no parameter of these optimizers is in ``unexpected`` of the result, and
     each parameter that got no state although the optimizer keeps some is in ``missing`` (as
-    ``optim.state.<name>``); it may never have had a gradient.
+    ``optim.state.<name>``); it may never have had a gradient. FSDP1 takes no state for frozen
+    parameters, so theirs is in ``unexpected``; elsewhere it is restored.
 
     Restore after the model was sharded, and after learning rate schedulers were made: a new
     scheduler sets the learning rate.

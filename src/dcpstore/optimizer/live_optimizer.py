@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -44,28 +45,18 @@ class QuietOptimizer(Optimizer):
 
     Args:
         optimizer: Whose groups and state these are.
-        is_fsdp1: Whether FSDP1 gathers the state. It refuses a parameter that never had a
-            gradient beside others that had; told of an empty state, it passes it on.
     """
 
-    def __init__(self, optimizer: Optimizer, *, is_fsdp1: bool) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         # Not the base's: this holds nothing of its own.
         self._real = optimizer
-        self._is_fsdp1 = is_fsdp1
         self.defaults = optimizer.defaults
         self.param_groups = optimizer.param_groups
         self.state = _Present(dict, optimizer.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the real optimizer's."""
-        state_dict = self._real.state_dict()
-        if self._is_fsdp1:
-            numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-            params = [param for group in self.param_groups for param in group["params"]]
-            for number, param in zip(numbers, params, strict=True):
-                if param.requires_grad and not isinstance(param, FlatParameter):
-                    state_dict["state"].setdefault(number, {})
-        return state_dict
+        return self._real.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the real optimizer its state."""
@@ -131,9 +122,7 @@ class LiveOptimizer:
         known = {id(param) for param in model.parameters()}
         for optimizer in self.optimizers:
             _check_is_of_model(optimizer, known)
-        self._quiet = [
-            QuietOptimizer(optimizer, is_fsdp1=self.is_fsdp1) for optimizer in self.optimizers
-        ]
+        self._quiet = [QuietOptimizer(optimizer) for optimizer in self.optimizers]
 
     def check_can_be_saved(self) -> None:
         """Refuse state that would not come back as it is.
@@ -157,10 +146,22 @@ class LiveOptimizer:
         """
         joint: dict[str, Any] = {"state": {}, "param_groups": []}
         for quiet in self._quiet:
-            one: Any = get_optimizer_state_dict(self.model, (quiet,))
+            one = self._state_dict_of(quiet)
             joint["state"].update({name: state for name, state in one["state"].items() if state})
             joint["param_groups"] += one["param_groups"]
         return joint
+
+    def _state_dict_of(self, quiet: QuietOptimizer) -> Any:
+        try:
+            return get_optimizer_state_dict(self.model, (quiet,))
+        except RuntimeError as error:
+            if not self.is_fsdp1 or "is not in the optimizer state" not in str(error):
+                raise
+            raise IncompatibleError(
+                "FSDP1 gathers the state of a unit only when all of its trainable parameters have"
+                " some: one that just thawed needs a step first, one of another optimizer needs"
+                f" a unit of its own; or use fully_shard (FSDP2). Torch says: {error}"
+            ) from error
 
     def groups(self, state_dict: Mapping[str, Any]) -> list[LiveGroup]:
         """Return the groups of all optimizers, in the order of a joint state dict."""
@@ -228,7 +229,8 @@ class LiveOptimizer:
                 "param_groups": [{**group.options, "params": list(group.fqns)} for group in own],
             }
             if self.is_fsdp1:
-                set_optimizer_state_dict(self.model, (quiet,), state_dict)
+                options = StateDictOptions(strict=False)  # some never had a gradient
+                set_optimizer_state_dict(self.model, (quiet,), state_dict, options=options)
             else:
                 # What torch's function comes down to here, but for the state of frozen
                 # parameters and groups without any, which it drops or refuses.

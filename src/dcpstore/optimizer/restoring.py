@@ -100,6 +100,8 @@ class Restoring:
             self._names = {fqn: [str(number)] for number, fqn in enumerate(self._params)}
         problems: list[str] = []
         for fqn, param in self._params.items():
+            if self._live.is_fsdp1 and not param.is_trainable:
+                continue  # torch drops it on the way to FSDP1's flat parameters; it is reported
             stored = next((one for one in self._names[fqn] if one in self._saved.state), None)
             if stored is not None:
                 self._stored[fqn] = stored
