@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -170,6 +171,10 @@ def _join(rank: int, world_size: int, file: str) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+        # DTensor remembers results of its operators with the mesh they were on, and takes an
+        # equal mesh for it, whose groups are gone.
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
     if rank < world_size:
         dist.init_process_group(
             "gloo",
