@@ -106,6 +106,12 @@ def test_groups_of_ranks_load_side_by_side(pool, place) -> None:
         assert one == (0 if rank in readers else whole)
 
 
+def test_torchs_own_reader_serves_our_planner(pool, tmp_path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(saved(ranks.file_state("tensor_parallel")))
+    assert pool.run(4, ranks.load_by_torchs_reader, str(path)) == [[]] * 4
+
+
 WORDS = {
     "missing key": "'nose'",
     "wrong shape": "(12, 7)",

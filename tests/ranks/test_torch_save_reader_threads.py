@@ -431,6 +431,21 @@ def test_one_reader_serves_many_loads_also_after_one_that_failed(tmp_path: Path)
         assert reader.checkpoint_id == url
 
 
+def test_progress_counts_what_each_rank_is_given(tmp_path: Path) -> None:
+    url = save(tmp_path, {"a": torch.randn(3000), "b": torch.randn(20)})
+
+    def work(group: RankGroup) -> list[Any]:
+        told: list[Any] = []
+        target = {"a": torch.zeros(3000)} if group.rank else {"b": torch.zeros(20)}
+        reader = BroadcastingTorchSaveReader(url, config=SMALL)
+        dcpstore.load(target, storage_reader=reader, process_group=group, progress=told.append)
+        return told
+
+    for told, num_bytes in zip(run_ranks(2, work).values(), (80, 12_000), strict=True):
+        assert told[-1].done_bytes == told[-1].total_bytes == num_bytes
+        assert [one.done_bytes for one in told] == sorted(one.done_bytes for one in told)
+
+
 def test_wrong_calls_are_told_so(tmp_path: Path) -> None:
     url = save(tmp_path, {"w": torch.ones(3)})
     reader = BroadcastingTorchSaveReader(url)
