@@ -26,7 +26,6 @@ class ConvertResult:
         skipped: Key of the source, and why it was not written although nobody excluded it.
         cast: Key of the source, and the names of its old and its new dtype.
         fetched_bytes: Bytes asked of the source by all ranks.
-        num_copied_by_store: Objects that the store copied itself, without a download.
         seconds: Per phase, of the coordinator.
     """
 
@@ -39,7 +38,6 @@ class ConvertResult:
     skipped: Mapping[str, str] = field(default_factory=dict)
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     fetched_bytes: int = 0
-    num_copied_by_store: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -58,8 +56,6 @@ class ConvertResult:
             "cast": _names(self.cast),
             **{f"{name} time": f"{value:.2f} s" for name, value in self.seconds.items()},
         }
-        if self.num_copied_by_store:
-            rows["copied by the store"] = f"{self.num_copied_by_store} objects"
         width = max(map(len, rows))
         lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
         return "\n".join([f"converted to {self.target}", *lines])
