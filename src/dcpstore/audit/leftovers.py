@@ -28,6 +28,7 @@ from dcpstore.errors import ConfigError, StoreError
 from dcpstore.folder import Folder
 from dcpstore.keys import save_id_of
 from dcpstore.store.base import ObjectInfo, Store
+from dcpstore.store.location import parse_location
 from dcpstore.store.opening import open_store
 from dcpstore.store.retry import RetryPolicy
 from dcpstore.store.uploads import OpenUpload, OpenUploads, open_uploads_at
@@ -182,7 +183,7 @@ class Place:
         config = config or ReadConfig()
         self._folder = Folder(url, storage_options, config, store_opener)
         self.url = self._folder.url
-        self.is_local = self.url.startswith("file://")
+        self.scheme = parse_location(url).scheme
         self.store = self._folder.open()
         retry = RetryPolicy(config.max_attempts, total_deadline_s=config.retry_deadline_s)
         self.uploads = uploads_opener(url, storage_options=storage_options, retry=retry)
@@ -308,7 +309,7 @@ def _sort_in_uploads(folders: dict[str, _Folder], at: Place) -> Iterator[str]:
         return
     try:
         for one in at.uploads.list():
-            if at.is_local and not _WRITTEN.fullmatch(_split(one.key)[1]):
+            if at.scheme == "file" and not _WRITTEN.fullmatch(_split(one.key)[1]):
                 continue
             folder = folders.setdefault(_split(one.key)[0], _Folder())
             folder.suspects.append(Leftover("upload", one.key, one.modified, one.size_bytes, one))

@@ -24,6 +24,7 @@ SUMMARIES = {
     "verify": "check every object and block of a checkpoint",
     "diff": "compare two checkpoints, by checksum where that tells",
     "prune": "find and delete what interrupted saves left",
+    "doctor": "try every request of saves and loads, and say what to fix",
     "demo": "train, save to an emulated bucket, and resume elsewhere",
 }
 """One line per command, kept here so that ``--help`` imports none of them."""
