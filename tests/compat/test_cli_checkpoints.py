@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 import dcpstore
+from dcpstore.audit.description import describe
+from dcpstore.store import open_store
 from dcpstore.testing import Fault, MotoServer
 
 pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")]
@@ -77,6 +79,9 @@ def test_a_state_is_shown_alike_whoever_saved_it(cli, saved: Path) -> None:
 
 
 def test_a_stock_tensor_counts_its_elements_and_not_its_record(cli, saved: Path) -> None:
+    stock = describe(open_store(saved / "stock"), dcpstore.ReadConfig())
+    (shard,) = next(one for one in stock.entries if one.key == "dtypes.float32").shards
+    assert shard.num_bytes == 140
     entries = {one["key"]: one for one in shown(cli, saved / "stock")["entries"]}
     assert entries["dtypes.float32"]["num_bytes"] == 140
     assert entries["dtypes.float32"]["stored_bytes"] > 1000

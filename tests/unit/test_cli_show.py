@@ -301,4 +301,6 @@ def test_the_page_is_written_whole_or_not_at_all(cli, ours: Path, tmp_path: Path
     code, out, err = cli("show", ours, "--plot", tmp_path / "nowhere" / "spread.html")
     assert (code, out) == (5, "")
     assert "No such file" in err
-    assert not [one for one in tmp_path.iterdir() if one.name.startswith(".spread")]
+    (tmp_path / "a-folder").mkdir()
+    assert cli("show", ours, "--plot", tmp_path / "a-folder")[0] == 5
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a-folder", "spread.html", "step-1"]
