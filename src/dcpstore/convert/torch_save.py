@@ -208,9 +208,9 @@ class _ToCheckpoint:
         )
 
         def check() -> None:
-            ahead.check_crcs()
             if self._group.is_coordinator:
                 self._file.check_unchanged()
+            ahead.check_crcs()
 
         writer = SharingWriter(
             target,

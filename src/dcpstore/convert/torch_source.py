@@ -22,6 +22,7 @@ import torch
 from typing_extensions import Self
 
 from dcpstore.convert.torch_crc import combine
+from dcpstore.errors import CorruptError
 from dcpstore.format.copying import copy_box_in
 from dcpstore.progress import Meter
 from dcpstore.ranges import ByteRange
@@ -156,6 +157,9 @@ class ReadAhead:
         self._taken = -1
         self._crcs: dict[str, dict[ByteRange, int]] = defaultdict(dict)
         self.fetched_bytes = 0
+        """Bytes asked for so far."""
+        self.peak_bytes = 0
+        """Most bytes of boxes held at a time, the one taken last included."""
 
     def __enter__(self) -> Self:
         return self
@@ -171,6 +175,7 @@ class ReadAhead:
 
         Raises:
             CorruptError: If the file is damaged.
+            ConflictError: If it was replaced.
             StoreError: If the store refuses.
         """
         for earlier in range(max(self._taken, 0), number):
@@ -178,8 +183,12 @@ class ReadAhead:
             self._tensors.pop(earlier, None)
         self._taken = number
         self._start_tasks(number)
-        for future in self._running.pop(number, ()):
-            future.result()
+        try:
+            for future in self._running.pop(number, ()):
+                future.result()
+        except CorruptError:
+            self._file.check_unchanged()  # it may be another file by now, and that one whole
+            raise
         return self._tensor(number)
 
     def check_crcs(self) -> None:
@@ -220,6 +229,7 @@ class ReadAhead:
             tensor = torch.empty(box.sizes, dtype=box.place.dtype, device="cpu")
             self._tensors[number] = tensor
             self._held_bytes += box.num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
         return tensor
 
     def _run(self, task: _Task) -> None:

@@ -232,8 +232,14 @@ def _placed(
     for (where, name, size, crc32, has_descriptor), end in zip(rows, ends, strict=True):
         if where + LOCAL_HEADER_BYTES + len(name) + size > end:
             raise CorruptError(f"{what} is a damaged zip file: its members overlap")
-        inner = name[len(root) :].decode("utf-8", "replace") if name.startswith(root) else ""
+        if not name.startswith(root):
+            continue
+        inner = name[len(root) :].decode("utf-8", "replace")
+        if inner in members:
+            raise CorruptError(f"{what} is a damaged zip file: it has two members {inner!r}")
         members[inner] = Member(inner, name, where, end, size, crc32, has_descriptor)
+    if "data.pkl" not in members:
+        raise CorruptError(f"{what} is a damaged zip file: the name of its pickle is not text")
     return members
 
 
