@@ -134,6 +134,29 @@ def test_state_of_parameters_that_the_model_lacks_is_named_and_not_read(tmp_path
     )
 
 
+class HalfPlanner(DefaultLoadPlanner):
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if "exp_avg_sq" not in item.storage_index.fqn]
+        return dcp.LoadPlan([item for item in items if "lr" not in item.storage_index.fqn])
+
+
+@pytest.mark.parametrize(
+    "planner", [dcpstore.LoadPlanner(exclude=["*.exp_avg_sq", "*.lr"]), HalfPlanner()]
+)
+def test_what_a_planner_leaves_out_is_no_state_and_is_named(tmp_path, planner: Any) -> None:
+    model = net()
+    saved = get_optimizer_state_dict(model, stepped(model))
+    dcpstore.save({"optim": saved}, str(tmp_path))
+    got = load(net(), "optim", str(tmp_path), planner=planner)
+    for state in saved["state"].values():
+        del state["exp_avg_sq"]
+    del saved["param_groups"][0]["lr"]
+    assert_same(got["optim"], saved)
+    left_out = [f"optim.state.{name}.exp_avg_sq" for name in saved["state"]]
+    assert got.result.unexpected == tuple(sorted(["optim.param_groups.0.lr", *left_out]))
+
+
 def test_names_of_wrappers_do_not_matter(tmp_path) -> None:
     model = net()
     saved = get_optimizer_state_dict(model, stepped(model))

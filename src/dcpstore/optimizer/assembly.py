@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dcpstore.optimizer.entries import Entry
-from dcpstore.optimizer.layout import Target, make_target
+from dcpstore.optimizer.layout import Target, has_elements, make_target
 from dcpstore.optimizer.names import Owner
 from dcpstore.report import LoadResult
 from dcpstore.torch_private import set_element
@@ -39,6 +39,7 @@ class Assembly:
         self.owners = owners
         self._entries = [one for one in entries if one.owner is None or one.owner in owners]
         self._unused = [one.fqn for one in entries if one.owner not in (None, *owners)]
+        self._skipped: set[str] = set()
         self._targets = {
             one.fqn: target
             for one in self._entries
@@ -56,20 +57,32 @@ class Assembly:
         tensor = None if owner is None else owner.tensor
         return make_target(entry.tensor, tensor, entry.name, device)
 
+    def settle(self, loaded: Collection[str]) -> None:
+        """Tell which keys were loaded: a planner may leave some out, whose memory has no values.
+
+        A planner that is not ours plans nothing for a key of which this rank holds no element.
+        """
+        self._skipped = {
+            fqn
+            for fqn in self.wanted.keys() - set(loaded)
+            if fqn not in self._targets or has_elements(self._targets[fqn].loaded)
+        }
+
     def nested(self, optimizer_key: str) -> dict[str, Any]:
-        """Return the state dict as it was saved, once ``wanted`` is loaded.
+        """Return the state dict as it was saved, of what was loaded.
 
         Numbers of parameters, which DCP stores as text, are numbers again; and where there
         are parameter groups there is a ``state``, which DCP drops if it is empty.
         """
         state: dict[str, Any] = {}
         for entry in self._entries:
-            set_element(state, entry.path, self._value(entry))
+            if entry.fqn not in self._skipped:
+                set_element(state, entry.path, self._value(entry))
         optimizer = _element(state, optimizer_key)
         if optimizer is not None and "param_groups" in optimizer:
             saved = optimizer.setdefault("state", {})
             for key, owner in self.owners.items():
-                if owner.number is not None:
+                if owner.number is not None and key in saved:
                     saved[owner.number] = saved.pop(key)
         return state
 
@@ -87,7 +100,7 @@ class Assembly:
         return replace(
             result,
             missing=(*result.missing, *(below + name for name in without_state)),
-            unexpected=tuple(sorted(self._unused)),
+            unexpected=tuple(sorted({*self._unused, *self._skipped})),
         )
 
 

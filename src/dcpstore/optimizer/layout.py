@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from dcpstore.torch_private import (
     make_sharded_tensor,
 )
 
-__all__ = ["Target", "is_tensor", "make_target", "sizes_of"]
+__all__ = ["Target", "has_elements", "is_tensor", "make_target", "sizes_of"]
 
 _CPU = torch.device("cpu")
 
@@ -58,6 +58,14 @@ class Target:
 def is_tensor(value: object) -> bool:
     """Tell whether a value of a model's state dict can be a parameter."""
     return isinstance(value, torch.Tensor | ShardedTensor)
+
+
+def has_elements(target: Any) -> bool:
+    """Tell whether this rank holds any element of a tensor."""
+    if isinstance(target, ShardedTensor):
+        return any(shard.tensor.numel() for shard in target.local_shards())
+    local = target.to_local() if isinstance(target, DTensor) else target
+    return local is not None and bool(local.numel())
 
 
 def sizes_of(parameter: Any) -> tuple[int, ...]:
@@ -160,11 +168,14 @@ def _inner(parameter: ShardedTensor) -> ShardedTensor | None:
 
 
 def _metadata_like(parameter: ShardedTensor, dtype: torch.dtype) -> ShardedTensorMetadata:
-    metadata = copy.deepcopy(parameter.metadata())
-    metadata.tensor_properties.dtype = dtype
-    metadata.tensor_properties.requires_grad = False
-    metadata.tensor_properties.pin_memory = False
-    return metadata
+    metadata = parameter.metadata()
+    properties = replace(
+        metadata.tensor_properties, dtype=dtype, requires_grad=False, pin_memory=False
+    )
+    # The shards' own descriptions are shared with the parameter: there is one per rank of the job.
+    return replace(
+        metadata, shards_metadata=list(metadata.shards_metadata), tensor_properties=properties
+    )
 
 
 def _in_chunks(

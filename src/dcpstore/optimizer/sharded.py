@@ -38,7 +38,7 @@ class LoadedOptimizerState(dict[str, Any]):
 
     Attributes:
         result: Of the load. ``unexpected`` has the saved entries of this optimizer that no
-            parameter of the model has use for; ``missing`` has, as
+            parameter of the model has use for, or that the planner left out; ``missing`` has, as
             ``<optimizer_key>.state.<name>``, the tensors of the model that got no state.
     """
 
@@ -84,7 +84,8 @@ def load_sharded_optimizer_state_dict(
             dotted if it is nested, ``"app.optim"``.
         source: Folder of the checkpoint, or any DCP storage reader.
         planner: Any DCP load planner; None for `dcpstore.LoadPlanner`. It is given flattened
-            keys, and values of the kinds that a model's state dict has.
+            keys, and values of the kinds that a model's state dict has. What it leaves out is
+            not in the state returned.
         process_group: The ranks that load together; None for all, or for this process alone.
         optimizer: Refuse a checkpoint of an optimizer of another kind than this one.
         parameter_names: Names of the optimizer's parameters in its order. For a checkpoint of
@@ -133,6 +134,7 @@ def load_sharded_optimizer_state_dict(
         progress=progress,
     )
     assembly = made[0]
+    assembly.settle(result.loaded)
     without = parameters.without_state(assembly.owners.values())
     return LoadedOptimizerState(
         assembly.nested(optimizer_key), assembly.result(result, optimizer_key, without)
