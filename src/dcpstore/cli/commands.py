@@ -25,6 +25,8 @@ SUMMARIES = {
     "diff": "compare two checkpoints, by checksum where that tells",
     "prune": "find and delete what interrupted saves left",
     "doctor": "try every request of saves and loads, and say what to fix",
+    "convert": "convert between checkpoints, safetensors and files of torch.save",
+    "copy": "copy a checkpoint between folders, buckets and providers",
     "demo": "train, save to an emulated bucket, and resume elsewhere",
 }
 """One line per command, kept here so that ``--help`` imports none of them."""

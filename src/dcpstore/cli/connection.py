@@ -62,7 +62,8 @@ def add_connection_arguments(parser: argparse.ArgumentParser, side: str = "") ->
     Args:
         parser: Of a command.
         side: For a command with two URLs: ``"source"`` or ``"target"`` adds options such as
-            ``--source-profile`` that hold for that URL alone, beside the common ones.
+            ``--source-profile`` that hold for that URL alone. The common ones hold for both,
+            local folders excepted.
     """
     dash, only = (f"{side}-", f" (of the {side} alone)") if side else ("", "")
     group = parser.add_argument_group(f"connection{only}")
@@ -93,7 +94,10 @@ def read_connection(args: argparse.Namespace, url: str, out: Output, side: str =
     Raises:
         ConfigError: If an option is not ``key=value``, or a file cannot be read.
     """
-    options = {**_options(args, "", url), **(_options(args, f"{side}_", url) if side else {})}
+    is_local_side = bool(side) and _is_local(url)
+    options = {} if is_local_side else _options(args, "", url)
+    if side:
+        options.update(_options(args, f"{side}_", url))
     out.hide(_secrets_in(options))
     return Connection(url, options, args.retry_seconds)
 
@@ -112,6 +116,12 @@ def open_given_store(connection: Connection) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+def _is_local(url: str) -> bool:
+    from dcpstore.store.location import parse_location
+
+    return parse_location(url).scheme == "file"
 
 
 def _positive(text: str) -> float:

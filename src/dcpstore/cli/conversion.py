@@ -1,0 +1,178 @@
+"""What ``convert`` and ``copy`` have in common: their arguments, their ranks, their result."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dcpstore.cli.connection import add_connection_arguments, read_connection
+from dcpstore.cli.exit_codes import ExitCode
+from dcpstore.cli.output import Output
+from dcpstore.errors import AlreadyExistsError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcpstore.convert import ConvertResult
+
+__all__ = ["add_conversion_arguments", "parse_size", "run_conversion"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add source and target, the choice of keys, and how to reach both sides."""
+    parser.add_argument("source", metavar="SOURCE_URL", help="what is there")
+    parser.add_argument("target", metavar="TARGET_URL", help="what is to be")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at TARGET_URL")
+    choice = parser.add_argument_group("what is converted")
+    choice.add_argument(
+        "--keys", action="append", default=[], metavar="GLOB", help="only these; repeatable"
+    )
+    choice.add_argument(
+        "--exclude", action="append", default=[], metavar="GLOB", help="all but these; repeatable"
+    )
+    choice.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="of a key, or of a prefix that ends with a dot ('model.=' drops it); repeatable",
+    )
+    choice.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        metavar="[GLOB=]DTYPE",
+        help="of the tensors of its kind, such as bfloat16; repeatable with a GLOB",
+    )
+    parser.add_argument(
+        "--budget", type=parse_size, default=256 << 20, metavar="SIZE", help="memory (256MiB)"
+    )
+    add_connection_arguments(parser)
+    for side in ("source", "target"):
+        add_connection_arguments(parser, side)
+
+
+def parse_size(text: str) -> int:
+    """Return bytes: ``256MiB`` counts in 1024s, ``5GB`` in 1000s, ``100`` in bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 256MiB or 5GB")
+    number, unit, binary = match.groups()
+    num_bytes = float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()]
+    if not 1 <= num_bytes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of at least a byte")
+    return int(num_bytes)
+
+
+def run_conversion(
+    convert: Callable[..., ConvertResult],
+    args: argparse.Namespace,
+    out: Output,
+    *,
+    action: str,
+    options: Mapping[str, Any],
+) -> ExitCode:
+    """Call a converter and print what it did; under torchrun, with all ranks together.
+
+    Args:
+        convert: One of `dcpstore.convert`.
+        args: Of the command.
+        out: Its streams.
+        action: ``"convert"`` or ``"copy"``: names the progress and the document.
+        options: The converter's own options.
+    """
+    source = read_connection(args, args.source, out, "source")
+    target = read_connection(args, args.target, out, "target")
+    with _ranks_of_torchrun() as is_coordinator:
+        if not is_coordinator:
+            out.quiet = True
+        with out.progress(action) as progress, _in_words_of_options():
+            result = convert(
+                source.url,
+                target.url,
+                keys=args.keys,
+                exclude=args.exclude,
+                rename=_renames(args.rename) or None,
+                dtype=_dtypes(args.dtype),
+                source_options=source.storage_options,
+                target_options=target.storage_options,
+                budget_bytes=args.budget,
+                overwrite=args.overwrite,
+                progress=progress,
+                **options,
+            )
+    if is_coordinator:
+        out.result(f"dcpstore.{action}/1", _document(result), str(result).splitlines())
+    return ExitCode.OK
+
+
+@contextmanager
+def _ranks_of_torchrun() -> Iterator[bool]:
+    """Join the ranks that torchrun started; yields whether this one speaks for all."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "MASTER_ADDR" not in os.environ:
+        yield True
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _in_words_of_options() -> Iterator[None]:
+    """Name the option where the library names its argument."""
+    try:
+        yield
+    except AlreadyExistsError as error:
+        text = error.message.replace("pass overwrite=True", "give --overwrite")
+        raise AlreadyExistsError(text) from error
+
+
+def _renames(given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        old, equals, new = text.partition("=")
+        if not equals or not old:
+            raise ConfigError(f"--rename {text!r}: write OLD=NEW")
+        found[old] = new
+    return found
+
+
+def _dtypes(given: Sequence[str]) -> torch.dtype | dict[str, torch.dtype] | None:
+    from dcpstore.format.dtypes import dtype_from_name
+
+    found: dict[str, torch.dtype] = {}
+    for text in given:
+        pattern, equals, name = text.rpartition("=")
+        try:
+            found[pattern if equals else "*"] = dtype_from_name(name)
+        except ValueError as error:
+            raise ConfigError(f"--dtype {text}: {error}") from error
+    return found or None
+
+
+def _document(result: ConvertResult) -> dict[str, Any]:
+    return {
+        "source": result.source,
+        "target": result.target,
+        "num_tensors": result.num_tensors,
+        "num_values": result.num_values,
+        "tensor_bytes": result.tensor_bytes,
+        "stored_bytes": result.stored_bytes,
+        "fetched_bytes": result.fetched_bytes,
+        "objects": dict(result.objects),
+        "skipped": dict(result.skipped),
+        "cast": {key: list(names) for key, names in result.cast.items()},
+        "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
+    }
