@@ -171,6 +171,11 @@ def test_parts_grow_with_the_file_so_that_ten_thousand_are_enough() -> None:
         ("s3://bucket/model.pt", "s3://bucket", "model.pt"),
         ("gcs://bucket/a/b", "gs://bucket/a", "b"),
         ("memory://model.pt", "memory://", "model.pt"),
+        (
+            "abfs://box@account.dfs.core.windows.net/a/b",
+            "abfs://box@account.dfs.core.windows.net/a",
+            "b",
+        ),
         ("/model.pt", "file:///", "model.pt"),
         ("/data/x/model.pt", "file:///data/x", "model.pt"),
     ],

@@ -11,7 +11,6 @@ published earlier under the same `Outputs` is deleted again, unless it replaced 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from dcpstore.errors import (
 from dcpstore.manifest import DataObject
 from dcpstore.progress import Meter
 from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Store
-from dcpstore.store.location import parse_location
+from dcpstore.store.location import file_location
 from dcpstore.upload import ObjectStream, Uploads
 
 __all__ = [
@@ -52,20 +51,6 @@ _CREATE_ATTEMPTS = 4
 
 MIN_OUTPUT_BYTES = 2 * _LEAST_PART_BYTES
 """The smallest budget that can upload anything: one part to fill while another uploads."""
-
-
-def file_location(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """Split the URL or path of a file into its folder's URL and its key in it.
-
-    Raises:
-        ConfigError: If the URL names no file below a bucket or a folder.
-    """
-    whole = parse_location(url).url
-    scheme, _, rest = whole.partition("://")
-    folder, _, key = rest.rpartition("/")
-    if not key or (scheme not in ("file", "memory") and not folder):
-        raise ConfigError(f"{whole} names no file: write {whole.rstrip('/')}/name")
-    return f"{scheme}://{folder or ('/' if scheme == 'file' else '')}", key
 
 
 def part_bytes_for(largest_bytes: int, budget_bytes: int) -> int:

@@ -94,10 +94,12 @@ def file_location(url: str | os.PathLike[str]) -> tuple[str, str]:
         raise ConfigError(f"{location.url} names no file: write {location.url.rstrip('/')}/name")
     if location.scheme == "file":
         return f"file://{folder or '/'}", key
-    # As the user wrote it, for what Location.url leaves out.
-    return os.fspath(url).rstrip("/")[: -len(key)].rstrip("/") if folder or location.bucket else (
-        "memory://"
-    ), key
+    if location.scheme == "memory":
+        return f"memory://{folder}", key
+    # Where Location.url leaves something out, as the user wrote it.
+    is_whole = location.bucket and location.account is None
+    text = location.url if is_whole else os.fspath(url)
+    return text.rstrip("/")[: -len(key)].rstrip("/"), key
 
 
 def redact(text: str) -> str:
