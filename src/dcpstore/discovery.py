@@ -99,6 +99,7 @@ def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Di
                 f"no checkpoint at {store.url}: there is no {key}"
                 + ("" if rank is not None else f", {INDEX_FILE} or *.safetensors")
                 + ". Check the URL; a save that was interrupted leaves no .metadata"
+                + _hint(store.url)
             ) from error
         return Discovered(store.url, key, files=files)
     except StoreError as error:
@@ -111,6 +112,13 @@ def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Di
             key=key,
             denied=True,
         ) from error
+
+
+def _hint(url: str) -> str:
+    """Say what loads a file, where the URL looks like one's."""
+    if not url.rstrip("/").endswith((".pt", ".pth", ".bin", ".ckpt")):
+        return ""
+    return ". A torch.save file loads with storage_reader=dcpstore.BroadcastingTorchSaveReader(url)"
 
 
 def _read_sealed(store: Store, key: str) -> Discovered:

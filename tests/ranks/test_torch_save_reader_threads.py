@@ -466,6 +466,17 @@ def test_wrong_calls_are_told_so(tmp_path: Path) -> None:
     assert len(errors) == 2
 
 
+def test_whoever_takes_a_file_for_a_checkpoint_is_told_how_to_load_it() -> None:
+    stream = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, stream)
+    open_store("memory://taken-for-a-folder").put("model.pt", stream.getvalue())
+    url, target = "memory://taken-for-a-folder/model.pt", {"w": torch.zeros(2)}
+    with pytest.raises(NotFoundError, match="BroadcastingTorchSaveReader"):
+        dcpstore.load(target, url)
+    dcpstore.load(target, url, storage_reader=BroadcastingTorchSaveReader())
+    assert target["w"].tolist() == [1, 1]
+
+
 def test_a_folder_of_dcp_is_told_from_a_file(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
