@@ -10,6 +10,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from benchmarks.link import Link
 from benchmarks.plot import plot
-from benchmarks.processes import Client, Server
+from benchmarks.processes import Client, GoogleServer, Server
 from benchmarks.report import publish, render
 from benchmarks.running import Bench
 from benchmarks.scenarios import LINKS, SCENARIOS, Scenario
@@ -121,10 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine, rows = _machine(), []
     key = os.environ.get("AWS_ACCESS_KEY_ID", "test") if given.endpoint else "test"
     secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "test") if given.endpoint else "test"
-    with Server(given.bucket, key, secret, given.endpoint) as server, Client() as client:
-        bench = Bench(server, client)
-        for scenario in _chosen(given):
-            link = _link(given, scenario)
+    chosen = _chosen(given)
+    with ExitStack() as stack:
+        client = stack.enter_context(Client())
+        servers: dict[str, Server | GoogleServer] = {
+            "s3": stack.enter_context(Server(given.bucket, key, secret, given.endpoint))
+        }
+        if any(scenario.store == "gs" for scenario in chosen):
+            servers["gs"] = stack.enter_context(GoogleServer())
+        for scenario in chosen:
+            link, bench = _link(given, scenario), Bench(servers[scenario.store], client)
             runs = bench.run(scenario, link, repeats=1 if given.quick else given.repeats)
             about = {**asdict(scenario), "link_name": scenario.link, "link": asdict(link)}
             rows.append({**about, "runs": runs})

@@ -12,8 +12,9 @@ from typing import Any
 
 from benchmarks.job import Job, Site, control
 from benchmarks.link import Link
+from dcpstore.testing import GcsServer
 
-__all__ = ["Client", "Server"]
+__all__ = ["Client", "GoogleServer", "Server"]
 
 _ROOT = Path(__file__).parents[1]
 
@@ -63,6 +64,26 @@ class Server(AbstractContextManager["Server"]):
 
     def forget(self, folder: str) -> None:
         control(self.site, "forget", prefix=folder)
+
+
+class GoogleServer(AbstractContextManager["GoogleServer"]):
+    """The emulator of Google's storage; nothing is delayed nor counted there."""
+
+    forgets = False
+
+    def __enter__(self) -> GoogleServer:
+        self._server = GcsServer("bench").__enter__()
+        self.site = Site("gs://bench", self._server.storage_options(), None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.__exit__(None, None, None)
+
+    def set_link(self, link: Link) -> None:
+        """Do nothing: it is as near as it is."""
+
+    def forget(self, folder: str) -> None:
+        """Do nothing: objects have to be deleted."""
 
 
 class Client(AbstractContextManager["Client"]):

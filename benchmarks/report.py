@@ -85,7 +85,8 @@ def _ahead(row: Row) -> str:
 def _table(row: Row) -> Iterator[str]:
     yield f"### {row['title']} (`{row['name']}`)"
     yield ""
-    yield f"{_about_link(row['link'])}{_about_ranks(row)}"
+    about = _about_link(row["link"]) if row["store"] == "s3" else "Nothing is delayed or counted."
+    yield f"{about}{_about_ranks(row)}"
     yield ""
     heads = ["system", "wall s", "of stock", *_TRAIN_HEADS] if _is_train(row) else _HEADS
     heads = [*heads, _moved_head(row), "requests", "in flight", "server CPU s"]
@@ -170,6 +171,8 @@ def _train_cells(runs: Runs) -> list[str]:
 
 
 def _moved(row: Row, runs: Runs) -> str:
+    if not runs[-1]["is_counted"]:
+        return "not counted"
     sent, out = mid(runs, "bytes_in") / MIB, mid(runs, "bytes_out") / MIB
     if row["action"] == "convert":
         return f"{out:.1f} + {sent:.1f}"

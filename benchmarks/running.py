@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.job import Job
 from benchmarks.link import Link
-from benchmarks.processes import Client, Server
+from benchmarks.processes import Client, GoogleServer, Server
 from benchmarks.scenarios import Scenario
 from benchmarks.systems import SYSTEMS
 
@@ -25,7 +25,7 @@ class Bench:
         client: Open.
     """
 
-    def __init__(self, server: Server, client: Client) -> None:
+    def __init__(self, server: Server | GoogleServer, client: Client) -> None:
         self._server, self._client = server, client
 
     def run(self, scenario: Scenario, link: Link, *, repeats: int) -> Runs:
@@ -57,15 +57,16 @@ class Bench:
 
     def _seed(self, scenario: Scenario) -> set[str]:
         """Let each layout be saved once; return the systems that have nothing to load."""
-        broken = set()
+        of_layout: dict[str, list[str]] = {}
         for name in scenario.systems:
-            layout = SYSTEMS[name].layout
-            if layout != name and layout in scenario.systems:
-                continue
-            job = _job(self._server, scenario, layout, self._folder(scenario, name))
+            of_layout.setdefault(SYSTEMS[name].layout, []).append(name)
+        broken: set[str] = set()
+        for layout, readers in of_layout.items():
+            writer = layout if layout in readers else readers[0]
+            job = _job(self._server, scenario, writer, self._folder(scenario, writer))
             job = replace(job, action="seed", num_ranks=scenario.saved_ranks)
             if self._client.run(job) is None:
-                broken |= {one for one in scenario.systems if SYSTEMS[one].layout == layout}
+                broken.update(readers)
         return broken
 
     def _forget(self, scenario: Scenario, folder: str) -> None:
@@ -75,7 +76,7 @@ class Bench:
             self._client.run(replace(job, action="forget", num_ranks=1))
 
 
-def _job(server: Server, scenario: Scenario, system: str, folder: str) -> Job:
+def _job(server: Server | GoogleServer, scenario: Scenario, system: str, folder: str) -> Job:
     return Job(
         site=server.site,
         action=scenario.action,
@@ -109,6 +110,7 @@ def _condensed(result: dict[str, Any]) -> dict[str, Any]:
         operations[name] = operations.get(name, 0) + 1
     return {
         **result,
+        "is_counted": bool(served),
         "bytes_in": sum(one["bytes_in"] for one in served),
         "bytes_out": sum(one["bytes_out"] for one in served),
         "data_bytes_out": sum(

@@ -16,8 +16,8 @@ __all__ = ["SYSTEMS", "System", "is_installed"]
 # threads, 10 and 50 Gbit/s, boto3 and Rust, with and without a cache; one setting for saves and
 # another for loads where that served them better.
 SYSTEMS = {
-    "stock": stock("stock DCP (s3fs)", "stock"),
-    "stock-8": stock("stock DCP (s3fs), 8 threads", "stock-8", threads=8),
+    "stock": stock("stock DCP", "stock"),
+    "stock-8": stock("stock DCP, 8 threads", "stock-8", threads=8),
     "s3torch": s3_connector("s3torchconnector", "s3torch", threads=1, gbps=50),
     "s3torch-4": s3_connector("s3torchconnector, 4 threads", "s3torch-4", threads=4, gbps=50),
     "msc": multi_storage_client(
@@ -27,8 +27,8 @@ SYSTEMS = {
         "multi-storage-client, Rust, 8 threads", "msc-8", threads=8, is_rust=True, is_cached=False
     ),
     "ours": ours("dcpstore (obstore)", "ours", engine="obstore"),
-    "ours-fsspec": ours("dcpstore (s3fs)", "ours", engine="fsspec"),
-    "ours-shared": ours_shared("dcpstore.load", "ours-shared"),
+    "ours-fsspec": ours("dcpstore (fsspec)", "ours", engine="fsspec"),
+    "ours-shared": ours_shared("dcpstore.save, .load", "ours-shared"),
     "bare": bare("bare obstore", "bare"),
 }
 

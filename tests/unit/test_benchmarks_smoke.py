@@ -70,7 +70,7 @@ def test_the_report_and_the_plot_say_who_failed_and_go_on(results: dict[str, Any
     broken["rows"][0]["runs"]["stock"] = [{"failed": True}]
     text = render(broken)
     assert re.search(r"\| `save` \| fails \|", text)
-    assert "| stock DCP (s3fs) | fails |" in text
+    assert "| stock DCP | fails |" in text
     assert len(ET.fromstring(plot(broken))) < len(ET.fromstring(plot(results)))
 
 
