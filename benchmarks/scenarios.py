@@ -117,12 +117,12 @@ SCENARIOS = (
     _row(
         "load-fast", "load it from a near server", "mixed", 1024, 24, link="fast", systems=_LOADERS
     ),
-    _row("save-model", "save 1 GiB of a bf16 model with fp32 moments", "model", 1024, 4),
-    _row("load-model", "load it", "model", 1024, 4),
+    _row("save-model", "save 512 MiB of a bf16 model with fp32 moments", "model", 512, 4),
+    _row("load-model", "load it", "model", 512, 4),
     _row("load-64x4", "load 64 x 4 MiB, in the order saved", "even", 256, 8, systems=_LOADERS),
     _row("load-shuffled", "load 64 x 4 MiB, in another order than saved", "shuffled", 256, 8),
-    _row("save-huge", "save one tensor of 1 GiB", "one", 1024, 16),
-    _row("load-huge", "load it", "one", 1024, 16),
+    _row("save-huge", "save one tensor of 512 MiB", "one", 512, 16),
+    _row("load-huge", "load it", "one", 512, 16),
     _row("save-experts", "save 20,000 small tensors, 132 MiB", "experts", *_EXPERTS, **_SAVE_MANY),
     _row("load-experts", "load them", "experts", *_EXPERTS, **_LOAD_MANY),
     _row("save-scalars", "save 20,000 scalars", "scalars", *_SCALARS, **_SAVE_MANY),
@@ -162,12 +162,12 @@ SCENARIOS = (
     ),
     _row(
         "train",
-        "save 512 MiB in the background of a training loop",
-        *("model", 512, 4),
+        "save 384 MiB in the background of a training loop",
+        *("model", 384, 4),
         systems=("stock", "stock-8", *_PEERS["save"], "ours"),
     ),
-    _row("load-tail", "load 1 GiB, 1% of answers late by 1 s", "mixed", 1024, 24, link="tail"),
-    _row("save-tail", "save 1 GiB, 1% of answers late by 1 s", "mixed", 1024, 24, link="tail"),
+    _row("load-tail", "load 512 MiB, 1% of answers late by 1 s", "mixed", 512, 24, link="tail"),
+    _row("save-tail", "save 512 MiB, 1% of answers late by 1 s", "mixed", 512, 24, link="tail"),
     _row("load-bursts", "load 256 MiB through bursts of 503", "even", 256, 8, link="bursts"),
     _row("save-bursts", "save 256 MiB through bursts of 503", "even", 256, 8, link="bursts"),
     # Without stock's: its rename takes half a minute of gcsfs's retries on this emulator.
