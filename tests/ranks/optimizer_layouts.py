@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Placed
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -274,6 +274,9 @@ def check_value(name: str, got: Any, whole: Any, held: Any) -> None:
     is_like_parameter = tuple(whole.shape) == tuple(held.size()) and whole.dim() > 0
     if is_like_parameter:
         assert same_layout(got, held), name
+    elif name.endswith(".rows") and isinstance(held, DTensor):
+        kept = [p if getattr(p, "dim", None) == 0 else Replicate() for p in held.placements]
+        assert list(got.placements) == kept, f"{name}: a value per row lies with its row"
     if isinstance(got, ShardedTensor):
         for shard in got.local_shards():
             part = whole

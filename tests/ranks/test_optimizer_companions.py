@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import dcpstore
@@ -583,9 +584,19 @@ def test_state_that_lacks_a_part_is_an_error_and_not_a_crash_in_the_next_step(tm
         one.pop("step")
     dcpstore.save({"optim": state}, tmp_path / "c")
     into = adam(model)
-    with pytest.raises(IncompatibleError, match=r"no 'step' of 'first\.weight'"):
-        dcpstore.restore_optimizer(model, into, tmp_path / "c")
+    for one in (into, optimizer):  # a fresh one, and one that has state
+        with pytest.raises(IncompatibleError, match=r"no 'step' of 'first\.weight'"):
+            dcpstore.restore_optimizer(model, one, tmp_path / "c")
     assert not into.state
+
+
+def test_a_number_in_the_place_of_a_tensor_is_an_error(tmp_path) -> None:
+    model, optimizer = trained()
+    state = dcpstore.optimizer_state(model, optimizer)
+    state["state"]["last.bias"]["exp_avg"] = torch.tensor(1.0)
+    dcpstore.save({"optim": state}, tmp_path / "c")
+    with pytest.raises(IncompatibleError, match=r"last\.bias\.exp_avg.*\(\), here it has \(2,\)"):
+        dcpstore.restore_optimizer(model, adam(model), tmp_path / "c")
 
 
 def test_parameters_that_are_not_the_models_are_an_error(tmp_path) -> None:
@@ -629,6 +640,44 @@ def test_what_torch_saved_is_restored_through_either_reader(
     assert not result.missing
     assert not result.unexpected
     check_same_training((fresh, into), (model, optimizer))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_groups_in_one_value_as_torch_2_3_saved_them_are_restored(tmp_path) -> None:
+    model, optimizer = trained(grouped)
+    state = dcpstore.optimizer_state(model, optimizer)
+    keys = {
+        f"optim.state.{name}.{key}": value
+        for name, one in state["state"].items()
+        for key, value in one.items()
+    }
+    dcp.save(
+        {**keys, "optim.param_groups": state["param_groups"]},
+        storage_writer=dcp.FileSystemWriter(tmp_path / "c"),
+        planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+    )
+    fresh = twin(model)
+    into = torch.optim.AdamW(
+        [{"params": list(fresh.first.parameters())}, {"params": list(fresh.last.parameters())}]
+    )
+    result = dcpstore.restore_optimizer(fresh, into, tmp_path / "c")
+    assert not result.missing
+    assert not result.unexpected
+    check_same_state(fresh, into, optimizer, model)
+    check_same_training((fresh, into), (model, optimizer))
+
+
+def test_wrappers_leave_no_trace_in_the_names(tmp_path) -> None:
+    model, optimizer = trained()
+    url = save(tmp_path / "c", model, optimizer)
+    fresh = twin(model)
+    fresh.first = checkpoint_wrapper(fresh.first)
+    compiled = torch.compile(fresh, backend="eager")
+    into = adam(compiled)
+    result = dcpstore.restore_optimizer(compiled, into, url)
+    assert not result.missing
+    assert not result.unexpected
+    check_same_state(compiled, into, optimizer, model)
 
 
 def test_what_a_plain_state_dict_numbers_is_restored_in_order(tmp_path) -> None:

@@ -87,6 +87,14 @@ def test_a_flattened_optimizer_comes_back_flattened(tmp_path) -> None:
         load(again, "optimizer", str(tmp_path))
 
 
+def test_a_flattened_state_may_have_a_dot_in_its_name(tmp_path) -> None:
+    flat = {"state.0.weight.inner.mean": torch.ones(5, 3), "param_groups.0.weight.lr": 0.5}
+    dcpstore.save({"optim": flat}, str(tmp_path))
+    got = load(net(), "optim", str(tmp_path))
+    assert_same(got["optim"], flat)
+    assert got.result.unexpected == ()
+
+
 def test_a_plain_optimizers_numbers_are_numbers_again(tmp_path) -> None:
     optimizer = stepped(net(), torch.optim.AdamW, amsgrad=True)
     dcpstore.save({"optim": optimizer.state_dict()}, str(tmp_path))
@@ -234,9 +242,7 @@ def test_a_plain_checkpoint_loads_into_tensor_parallel_slices(pool, tmp_path) ->
     optimizer = {"state": state, "param_groups": forms.GROUP}
     dcpstore.save({"optimizer": optimizer}, str(tmp_path), config=forms.WRITE)
     pool.run(4, forms.load_nested, "columns", str(tmp_path), None)
-    pool.run(2, forms.load_after_the_group_was_left, str(tmp_path))
-    pool.run(3, forms.load_after_the_group_was_left, str(tmp_path))
-    pool.run(2, forms.load_after_the_group_was_left, str(tmp_path))
+    pool.run(2, forms.load_for_two_equal_meshes, str(tmp_path))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

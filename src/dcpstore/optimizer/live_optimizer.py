@@ -147,7 +147,7 @@ class LiveOptimizer:
         joint: dict[str, Any] = {"state": {}, "param_groups": []}
         for quiet in self._quiet:
             one = self._state_dict_of(quiet)
-            joint["state"].update({name: state for name, state in one["state"].items() if state})
+            joint["state"].update({name: dict(own) for name, own in one["state"].items() if own})
             joint["param_groups"] += one["param_groups"]
         return joint
 

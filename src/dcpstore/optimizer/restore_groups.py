@@ -74,8 +74,13 @@ class SavedOptions:
 
     def __init__(self, saved: SavedState, values: Mapping[str, Any]) -> None:
         self._by_name: dict[str, Mapping[str, Any]] = {}
-        for entries in saved.groups.values():
-            group = nest({path: values[entry.fqn] for path, entry in entries.items()})
+        groups: list[Mapping[str, Any]] = [
+            nest({path: values[entry.fqn] for path, entry in entries.items()})
+            for entries in saved.groups.values()
+        ]
+        if saved.whole_groups is not None:
+            groups += values[saved.whole_groups.fqn]
+        for group in groups:
             options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
             for name in group.get("params", ()):
                 self._by_name[str(name)] = options

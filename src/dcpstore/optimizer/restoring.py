@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpstore.errors import IncompatibleError
 from dcpstore.optimizer.entries import Entry, Path, find_entries
+from dcpstore.optimizer.expected_state import ExpectedState, at_path
 from dcpstore.optimizer.layout import make_target
 from dcpstore.optimizer.live_optimizer import LiveGroup, LiveOptimizer, LiveParam, listed
-from dcpstore.optimizer.live_probe import Probe, probe_optimizer
 from dcpstore.optimizer.restore_groups import SavedOptions, check_options, with_saved_options
 from dcpstore.optimizer.saved_state import SavedState, nest, state_key, stored_names
 from dcpstore.planners.rules import Rename, Strictness, is_strict
@@ -68,18 +68,14 @@ class Restoring:
             {fqn: param.aliases for fqn, param in self._params.items()}, rename
         )
         lacks_state = any(one.is_trainable and not one.state for one in self._params.values())
-        self._expected = self._probe(self._groups) if lacks_state else _Expected({}, ())
+        self._expected = self._probe(self._groups) if lacks_state else ExpectedState({}, ())
         self._places: dict[str, list[_Place]] = {}
         self._stored: dict[str, str] = {}
         self._wanted: dict[str, Any] = {}
         self._saved: SavedState
 
-    def _probe(self, groups: Sequence[LiveGroup]) -> _Expected:
-        probes = {}
-        for optimizer in self._live.optimizers:
-            options = [group.options for group in groups if group.optimizer is optimizer]
-            probes[id(optimizer)] = probe_optimizer(optimizer, options)
-        return _Expected.of(groups, probes, is_flat=self._live.is_fsdp1)
+    def _probe(self, groups: Sequence[LiveGroup]) -> ExpectedState:
+        return ExpectedState.of(groups, is_flat=self._live.is_fsdp1)
 
     # --- before the data is read ---
 
@@ -93,7 +89,7 @@ class Restoring:
         names = {name for stored in self._names.values() for name in stored}
         entries = find_entries(metadata, self._key, names)
         self._saved = SavedState.of(entries, self._key, names)
-        options = {entry.name for entry in self._saved.hyperparameters()}
+        options = {entry.name for entry in self._saved.hyperparameters() if entry.name}
         for optimizer in self._live.optimizers:
             check_options(optimizer, options)
         if self._saved.is_numbered and not names & self._saved.state.keys():
@@ -121,7 +117,7 @@ class Restoring:
         return self._wanted
 
     def _check_state_names(self, fqn: str, stored: str) -> None:
-        own = self._params[fqn].state or self._expected.state(fqn)
+        own = self._expected.of_param(self._params[fqn])
         has = {str(name) for name in own} - {"step"}
         saved = {str(path[0]) for path in self._saved.state[stored]} - {"step"}
         if has and saved and not has & saved:
@@ -139,10 +135,11 @@ class Restoring:
         for path, entry in entries.items():
             value = None
             if entry.tensor is not None:
-                like = _at(param.state or self._expected.state(param.fqn), path)
+                like = at_path(self._expected.of_param(param), path)
                 sizes = self._sizes(param, like)
                 saved = tuple(entry.tensor.size)
-                if sizes is not None and saved and sizes != saved:
+                is_number = not saved and self._live.is_fsdp1
+                if sizes is not None and sizes != saved and not is_number:
                     problems.append(
                         f"{entry.fqn!r} is saved with shape {saved}, here it has {sizes}"
                     )
@@ -210,12 +207,11 @@ class Restoring:
         return unknown
 
     def _state(self, fqn: str) -> dict[Any, Any]:
-        template = self._params[fqn].state or self._expected.state(fqn)
         values = {
             place.path: self._wanted[place.entry.fqn] if place.value is None else place.value
             for place in self._places[fqn]
         }
-        return nest(values, template)
+        return nest(values, self._expected.of_param(self._params[fqn]))
 
     def _missing(
         self,
@@ -224,35 +220,30 @@ class Restoring:
         unknown: Sequence[str],
     ) -> list[str]:
         """Return what the optimizers keep with these hyperparameters and was not saved."""
-        if not unknown and not any(self._lacks(fqn, self._expected, state) for fqn in self._params):
-            return []
+        trainable = [fqn for fqn, param in self._params.items() if param.is_trainable]
+        if not any(fqn in unknown or self._lacks(fqn, state) for fqn in trainable):
+            return list(self._state_keys(unknown))
         expected = self._probe(groups)
-        missing = []
-        for fqn in self._params:
-            name = self._stored.get(fqn, self._names[fqn][0])
-            if fqn in unknown or (fqn not in state and expected.has_state(fqn)):
-                missing.append(state_key(self._key, name))
-                continue
-            lacking = self._lacks(fqn, expected, state) if fqn in state else ()
-            if lacking:
+        for fqn in trainable:
+            lacking = _names(expected.states.get(fqn)) - _names(state.get(fqn))
+            if lacking and fqn in self._places:
                 raise IncompatibleError(
-                    f"the checkpoint has no {listed(sorted(lacking))} of {name!r}, which"
-                    f" {listed(self._kinds())} needs beside what was saved"
+                    f"the checkpoint has no {listed(sorted(lacking))} of {self._stored[fqn]!r},"
+                    f" which {listed(self._kinds())} needs beside what was saved"
                 )
-        return missing
+        without = {fqn for fqn in trainable if fqn not in state and expected.has_state(fqn)}
+        return list(self._state_keys(fqn for fqn in self._params if fqn in {*unknown, *without}))
+
+    def _lacks(self, fqn: str, state: Mapping[str, Mapping[Any, Any]]) -> bool:
+        own = _names(self._expected.of_param(self._params[fqn]))
+        return fqn not in state or bool(own - _names(state[fqn]))
+
+    def _state_keys(self, fqns: Iterable[str]) -> Iterable[str]:
+        for fqn in fqns:
+            yield state_key(self._key, self._stored.get(fqn, self._names[fqn][0]))
 
     def _kinds(self) -> Sequence[str]:
         return sorted({type(one).__name__ for one in self._live.optimizers})
-
-    def _lacks(
-        self, fqn: str, expected: _Expected, state: Mapping[str, Mapping[Any, Any]]
-    ) -> set[str]:
-        param = self._params[fqn]
-        if not param.is_trainable:
-            return set()
-        if fqn not in state:
-            return {""}
-        return {str(name) for name in expected.state(fqn)} - {str(name) for name in state[fqn]}
 
     def _unconsumed(self) -> set[str]:
         own = {entry.fqn for one in self._saved.state.values() for entry in one.values()}
@@ -260,51 +251,8 @@ class Restoring:
         return (own - used) | {entry.fqn for entry in self._saved.others}
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """State that the optimizers would make.
-
-    Attributes:
-        states: By parameter.
-        unasked: Parameters of optimizers that could not be asked.
-    """
-
-    states: Mapping[str, Mapping[Any, Any]]
-    unasked: Sequence[str]
-
-    @staticmethod
-    def of(groups: Sequence[LiveGroup], probes: Mapping[int, Probe], *, is_flat: bool) -> _Expected:
-        states: dict[str, Mapping[Any, Any]] = {}
-        unasked: list[str] = []
-        for group in groups:
-            probe = probes[id(group.optimizer)]
-            held = group.optimizer.param_groups[group.number]["params"]
-            made = [probe.states.get(id(param), {}) for param in held]
-            if probe.error is not None:
-                unasked += group.fqns
-            elif is_flat:  # parameters are pieces of flat ones; all of a group are alike
-                joint = {name: value for one in made for name, value in one.items()}
-                states.update(dict.fromkeys(group.fqns, joint))
-            else:
-                states.update(zip(group.fqns, made, strict=True))
-        return _Expected(states, unasked)
-
-    def state(self, fqn: str) -> Mapping[Any, Any]:
-        return self.states.get(fqn, {})
-
-    def has_state(self, fqn: str) -> bool:
-        return bool(self.states.get(fqn)) or fqn in self.unasked
-
-
-def _at(state: Any, path: Path) -> Any:
-    for step in path:
-        if isinstance(state, Mapping):
-            state = next((value for key, value in state.items() if str(key) == str(step)), None)
-        elif isinstance(state, Sequence) and isinstance(step, int) and step < len(state):
-            state = state[step]
-        else:
-            return None
-    return state
+def _names(state: Mapping[Any, Any] | None) -> set[str]:
+    return {str(name) for name in state or ()}
 
 
 def _is_tensor(value: Any) -> bool:

@@ -22,12 +22,15 @@ class SavedState:
         state: By the parameter's saved name, and the path in its state: ``("exp_avg",)``.
         groups: By the number of the group, and the path in it: ``("lr",)``, ``("params",)``.
         options: By the parameter's saved name, and the path, in the form that was flattened.
+        whole_groups: The entry that holds all groups in one value, as torch up to 2.3 saved
+            them; None in all other forms.
         others: Entries that belong to none of these.
     """
 
     state: Mapping[str, Mapping[Path, Entry]]
     groups: Mapping[int, Mapping[Path, Entry]]
     options: Mapping[str, Mapping[Path, Entry]]
+    whole_groups: Entry | None
     others: Sequence[Entry]
 
     @staticmethod
@@ -42,6 +45,7 @@ class SavedState:
         state: dict[str, dict[Path, Entry]] = defaultdict(dict)
         groups: dict[int, dict[Path, Entry]] = defaultdict(dict)
         options: dict[str, dict[Path, Entry]] = defaultdict(dict)
+        whole_groups = None
         others = []
         for entry in entries:
             rest = _below(entry.path, key)
@@ -50,6 +54,8 @@ class SavedState:
                 state[entry.owner][inner] = entry
             elif not entry.is_in_group:
                 others.append(entry)
+            elif not entry.name:
+                whole_groups = entry
             elif len(rest) > 2:
                 groups[int(rest[1])][rest[2:]] = entry
             else:
@@ -58,7 +64,7 @@ class SavedState:
                     groups[int(owner)][entry.name,] = entry
                 else:
                     options[owner][entry.name,] = entry
-        return SavedState(state, groups, options, others)
+        return SavedState(state, groups, options, whole_groups, others)
 
     @property
     def is_numbered(self) -> bool:
@@ -69,6 +75,8 @@ class SavedState:
         """Yield all entries of groups."""
         for one in (*self.groups.values(), *self.options.values()):
             yield from one.values()
+        if self.whole_groups is not None:
+            yield self.whole_groups
 
 
 def _below(path: Path, key: str) -> Path:
