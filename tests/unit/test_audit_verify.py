@@ -25,6 +25,7 @@ from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
 
+GOLDEN = Path(__file__).parents[1] / "compat" / "golden"
 MIB = 1 << 20
 BLOCK = 4096
 SMALL = WriteConfig(checksum_block_bytes=BLOCK, object_bytes=64 << 10, inline_bytes=64)
@@ -133,6 +134,13 @@ def test_a_checkpoint_of_ours_with_extensions_is_checked_whole(tmp_path):
     (data,) = data_files(tmp_path)
     flip(data, 1000)
     assert only(verify_checkpoint(tmp_path)).kind == "checksum"
+
+
+@pytest.mark.parametrize("folder", sorted(p.parent.name for p in GOLDEN.glob("*/.metadata")))
+def test_checkpoints_kept_from_earlier_versions_are_sound(folder):
+    found = verify_checkpoint(GOLDEN / folder)
+    assert found.is_sound, str(found)
+    assert found.layout == ("dcpstore" if folder.startswith("dcpstore") else "dcp")
 
 
 # --- damaged bytes -------------------------------------------------------------------
@@ -298,7 +306,7 @@ def test_a_copy_by_another_tool_is_sound_and_said_to_have_other_marks(copy_of):
     folder = copy_of("ours")
     found = verify_checkpoint(folder)  # a copy has other inodes and times, hence other marks
     assert found.is_sound
-    assert any("another ETag" in note for note in found.notes)
+    assert any("with another ETag" in note for note in found.notes)
 
 
 def test_a_lost_manifest_is_a_finding(copy_of):

@@ -243,14 +243,14 @@ class SealedContents:
             yield f"not checked: {size_text(self._unclaimed_bytes)} that no item refers to"
         if self._changed_marks:
             yield (
-                f"{count_text(len(self._changed_marks), 'object')}, such as"
-                f" {self._changed_marks[0]}, have another ETag than when they were saved: they were"
-                " copied or put again since. Their contents were compared as any other's"
+                f"{count_text(len(self._changed_marks), 'object')} with another ETag than when"
+                f" saved, such as {self._changed_marks[0]}: copied or put again since. The contents"
+                " were compared as any other's"
             )
         if self._newer:
             yield (
-                f"{count_text(len(self._newer), 'object')}, such as {self._newer[0]}, are newer"
-                " than the metadata. A stock save that was interrupted while it overwrote this"
+                f"{count_text(len(self._newer), 'object')} newer than the metadata, such as"
+                f" {self._newer[0]}. A stock save that was interrupted while it overwrote this"
                 " checkpoint leaves such a mix of two steps, and so may a copy in another order"
             )
 
