@@ -318,8 +318,10 @@ def test_ranges_are_fetched_ahead_within_the_budget() -> None:
         inner.put(f"k{number}", bytes([number]) * size)
     config = dcpstore.ReadConfig(budget_bytes=16 * MIB, request_bytes=2 * MIB)
     found: dict[str, bytes] = {}
-    for key, data in pass_through(inner, [(f"k{n}", s) for n, s in enumerate(sizes)], config):
-        found[key] = found.get(key, b"") + bytes(data)
+    objects = [(f"k{n}", size) for n, size in enumerate(sizes)]
+    with pass_through(inner, objects, config) as pieces:
+        for key, data in pieces:
+            found[key] = found.get(key, b"") + bytes(data)
     assert found == {f"k{n}": bytes([n]) * size for n, size in enumerate(sizes)}
     ranged = [one for one in inner.requests if one.verb == "get_range"]
     assert max(one.num_in_flight for one in ranged) <= 4

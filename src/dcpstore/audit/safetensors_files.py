@@ -72,13 +72,13 @@ class FileContents:
                 yield Finding("missing", "the index names it", key)
         present = [key for key in self._keys if key in inventory.objects]
         with ThreadPoolExecutor(scanner.max_requests, "dcpstore-audit") as executor:
-            checked = executor.map(
-                lambda key: _check_file(store, key, inventory.objects[key]), present
+            checked = list(
+                executor.map(lambda key: _check_file(store, key, inventory.objects[key]), present)
             )
-            for key, (tensors, found) in zip(present, checked, strict=True):
-                if tensors is not None:
-                    self._files[key] = tensors
-                yield from found
+        for key, (tensors, found) in zip(present, checked, strict=True):
+            if tensors is not None:
+                self._files[key] = tensors
+            yield from found
         yield from _check_shards(self._files)
         if self._weight_map is not None:
             yield from _check_index(self._weight_map, self._files)

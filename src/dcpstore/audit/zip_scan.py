@@ -44,13 +44,14 @@ class ZipScan:
     def _large_pieces(self, records: Iterator[Expected]) -> Iterator[Piece]:
         """Open a batch of large records at a time, while the scan reads the batch before."""
         num_at_once = self._config.max_requests
-        with ThreadPoolExecutor(num_at_once, "dcpstore-audit") as executor:
-            while batch := list(islice(records, num_at_once)):
-                for members, found in executor.map(self._open, batch):
-                    self._findings += found
-                    self._members += members
-                    for member in members:
-                        yield from member.pieces(self._config.request_bytes)
+        while batch := list(islice(records, num_at_once)):
+            with ThreadPoolExecutor(num_at_once, "dcpstore-audit") as executor:
+                opened = list(executor.map(self._open, batch))
+            for members, found in opened:
+                self._findings += found
+                self._members += members
+                for member in members:
+                    yield from member.pieces(self._config.request_bytes)
 
     def _open(self, expected: Expected) -> tuple[list[LargeMember], list[Finding]]:
         members, found = open_large(self._store, self._coverage, expected)

@@ -11,8 +11,9 @@ A block is row-major and dense, so the blocks of a tensor make up its payload.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
@@ -124,13 +125,16 @@ def _merged(groups: list[tuple[int, int]], max_rows: int) -> list[tuple[int, int
     return merged
 
 
+@contextmanager
 def read_blocks(
     checkpoint: Checkpoint, blocks: Iterable[Block], block_bytes: int
-) -> Generator[tuple[Block, Content], None, None]:
-    """Yield each block with its content, in order.
+) -> Iterator[Iterator[tuple[Block, Content]]]:
+    """Give an iterator over each block with its content, in order.
 
     The content is valid until the next is asked for. One thread of this reads ahead; the
-    checkpoint is its own until the iterator ends or is closed.
+    checkpoint is its own inside the ``with`` block. The thread ends with that block and not with
+    the iterator: an iterator that an error leaves behind is closed by the garbage collector, at
+    a moment when CPython may hold the lock that joining a thread takes.
 
     Args:
         checkpoint: The source.
@@ -138,17 +142,22 @@ def read_blocks(
         block_bytes: Memory for the blocks read at a time; there are two such memories. A
             larger block has its own.
     """
-    memories = [torch.empty(block_bytes, dtype=torch.uint8) for _ in range(2)]
-    batches = _batches(blocks, block_bytes)
     with ThreadPoolExecutor(1, "dcpstore-blocks") as executor:
-        ahead = None
-        for number, batch in enumerate(batches):
-            coming = executor.submit(_read_batch, checkpoint, batch, memories[number % 2])
-            if ahead is not None:
-                yield from ahead.result()
-            ahead = coming
+        yield _read_ahead(executor, checkpoint, blocks, block_bytes)
+
+
+def _read_ahead(
+    executor: ThreadPoolExecutor, checkpoint: Checkpoint, blocks: Iterable[Block], block_bytes: int
+) -> Iterator[tuple[Block, Content]]:
+    memories = [torch.empty(block_bytes, dtype=torch.uint8) for _ in range(2)]
+    ahead = None
+    for number, batch in enumerate(_batches(blocks, block_bytes)):
+        coming = executor.submit(_read_batch, checkpoint, batch, memories[number % 2])
         if ahead is not None:
             yield from ahead.result()
+        ahead = coming
+    if ahead is not None:
+        yield from ahead.result()
 
 
 def _batches(blocks: Iterable[Block], block_bytes: int) -> Iterator[list[Block]]:

@@ -13,7 +13,6 @@ the new metadata name them; a checkpoint by a stock writer keeps all names, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -230,11 +229,9 @@ def _copy(
         overwrite=overwrite,
         meter=meter,
     )
-    pieces = pass_through(
-        source, ((task.source_key, task.size_bytes) for task in tasks), shares.read_config()
-    )
+    objects = ((task.source_key, task.size_bytes) for task in tasks)
     crcs = {}
-    with closing(pieces), outputs:
+    with pass_through(source, objects, shares.read_config()) as pieces, outputs:
         for task in tasks:
             check = ObjectCheck(source.url, task.source_key, task.items)
             with outputs.write(task.key) as stream:
@@ -272,7 +269,7 @@ def _verify(
             _check_size(target, task, target.head(task.key).size_bytes)
         return
     objects = ((task.key, task.size_bytes) for task in tasks)
-    with closing(pass_through(target, objects, shares.read_config())) as pieces:
+    with pass_through(target, objects, shares.read_config()) as pieces:
         for task in tasks:
             check = ObjectCheck(target.url, task.key, task.items)
             for data in _whole(pieces, task.size_bytes):

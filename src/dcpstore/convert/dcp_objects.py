@@ -10,9 +10,11 @@ ones cost no more waiting than a large one::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -109,10 +111,11 @@ class ObjectCheck:
         )
 
 
+@contextmanager
 def pass_through(
     store: Store, objects: Iterable[tuple[str, int]], config: ReadConfig
-) -> Generator[tuple[str, memoryview], None, None]:
-    """Yield the bytes of objects, each front to back, fetched ahead within the budget.
+) -> Iterator[Iterator[tuple[str, memoryview]]]:
+    """Give an iterator over the bytes of objects, each front to back, fetched ahead.
 
     Args:
         store: Where they lie.
@@ -124,22 +127,27 @@ def pass_through(
         CorruptError: If one is shorter than its size.
     """
     max_ahead = max(1, min(config.max_requests, config.budget_bytes // 2 // config.request_bytes))
-    ahead: deque[tuple[str, Future[memoryview]]] = deque()
-    with ThreadPoolExecutor(max_ahead, "dcpstore-pass") as executor:
-        try:
-            for key, span in _ranges(objects, config.request_bytes):
-                if len(ahead) >= max_ahead:
-                    ready_key, ready = ahead.popleft()
-                    yield ready_key, ready.result()
-                    del ready
-                ahead.append((key, executor.submit(store.get_range, key, *span)))
-            while ahead:
-                key, future = ahead.popleft()
-                yield key, future.result()
-                del future
-        finally:
-            for _, future in ahead:
-                future.cancel()
+    executor = ThreadPoolExecutor(max_ahead, "dcpstore-pass")
+    try:
+        fetches = (
+            (key, executor.submit(store.get_range, key, *span))
+            for key, span in _ranges(objects, config.request_bytes)
+        )
+        yield _in_order(fetches, max_ahead)
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_order(
+    fetches: Iterator[tuple[str, Future[memoryview]]], max_ahead: int
+) -> Iterator[tuple[str, memoryview]]:
+    """Yield what was fetched; with what the caller works on, ``max_ahead`` pieces are held."""
+    ahead = deque(islice(fetches, max_ahead))
+    while ahead:
+        key, future = ahead.popleft()
+        yield key, future.result()
+        del future
+        ahead.extend(islice(fetches, 1))
 
 
 def _ranges(

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -188,14 +189,14 @@ class _StreamingPlanner(SavePlanner):
         self._block_bytes = block_bytes
         self._rank, self._num_ranks = group.rank, group.size
         self._blocks: dict[tuple[str, tuple[int, ...] | None], Block] = {}
-        self._contents: Generator[tuple[Block, Content], None, None] | None = None
+        self._contents: Iterator[tuple[Block, Content]] | None = None
+        self._reading = ExitStack()
 
     def __enter__(self) -> _StreamingPlanner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._contents is not None:
-            self._contents.close()
+        self._reading.close()
 
     def set_up_planner(
         self,
@@ -225,7 +226,8 @@ class _StreamingPlanner(SavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         blocks = [self._blocks[_key(item)] for item in new_plan.items]
-        self._contents = read_blocks(self._checkpoint, blocks, self._block_bytes)
+        contents = read_blocks(self._checkpoint, blocks, self._block_bytes)
+        self._contents = self._reading.enter_context(contents)
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:

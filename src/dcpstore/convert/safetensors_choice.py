@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from dcpstore.convert.dcp_blocks import Block, plan_blocks, read_blocks
+from dcpstore.convert.dcp_blocks import Block, Content, plan_blocks, read_blocks
 from dcpstore.convert.safetensors_layout import OutTensor, check_formats
 from dcpstore.convert.selection import Selection
 from dcpstore.errors import ConfigError, IncompatibleError
@@ -148,17 +148,13 @@ def compare_tied(
     """
     for alias, kept in aliases.items():
         pairs = _pairs(checkpoint, alias, kept, dtypes[kept], block_bytes // 2)
-        contents = read_blocks(checkpoint, pairs, block_bytes)
-        for _, content in contents:
-            assert isinstance(content, torch.Tensor)
-            one = content.clone()
-            _, other = next(contents)
-            assert isinstance(other, torch.Tensor)
-            if not torch.equal(_bytes(one), _bytes(other)):
-                raise IncompatibleError(
-                    f"{alias!r} and {kept!r} are not tied in {checkpoint.url}: their values differ."
-                    " Nothing was written"
-                )
+        with read_blocks(checkpoint, pairs, block_bytes) as contents:
+            are_tied = all(_next_is_equal(content, contents) for _, content in contents)
+        if not are_tied:
+            raise IncompatibleError(
+                f"{alias!r} and {kept!r} are not tied in {checkpoint.url}: their values differ."
+                " Nothing was written"
+            )
 
 
 def _pairs(
@@ -173,6 +169,14 @@ def _pairs(
         one, other = [replace(whole, fqn=alias)], [whole]
     for pair in zip(one, other, strict=True):
         yield from pair
+
+
+def _next_is_equal(content: Content, contents: Iterator[tuple[Block, Content]]) -> bool:
+    assert isinstance(content, torch.Tensor)
+    one = content.clone()  # its memory is the next's
+    _, other = next(contents)
+    assert isinstance(other, torch.Tensor)
+    return torch.equal(_bytes(one), _bytes(other))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

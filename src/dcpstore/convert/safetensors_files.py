@@ -139,11 +139,11 @@ class FilesJob:
 
     def _fill(self, stream: ObjectStream, file: FilePlan) -> None:
         stream.write(file.layout.header)
-        for _, content in read_blocks(
-            self._checkpoint, self._blocks(file), self._shares.block_bytes
-        ):
-            assert isinstance(content, torch.Tensor)
-            stream.write_tensor(content)
+        blocks = self._blocks(file)
+        with read_blocks(self._checkpoint, blocks, self._shares.block_bytes) as contents:
+            for _, content in contents:
+                assert isinstance(content, torch.Tensor)
+                stream.write_tensor(content)
         if stream.tell() != file.layout.size_bytes:
             raise CorruptError(
                 f"{file.key}: {stream.tell()} bytes were read for a file of"

@@ -284,13 +284,13 @@ class _ToFile:
                 counts.append(len(planned))
                 yield from planned
 
-        coming = read_blocks(self._checkpoint, blocks(), self._shares.block_bytes)
-        for number, (key, _) in enumerate(run):
-            with writer.storage(key, sizes[key]):
-                first = next(coming)  # its tensor is planned by now
-                _write_block(writer, first[1])
-                for _ in range(counts[number] - 1):
-                    _write_block(writer, next(coming)[1])
+        with read_blocks(self._checkpoint, blocks(), self._shares.block_bytes) as coming:
+            for number, (key, _) in enumerate(run):
+                with writer.storage(key, sizes[key]):
+                    first = next(coming)  # its tensor is planned by now
+                    _write_block(writer, first[1])
+                    for _ in range(counts[number] - 1):
+                        _write_block(writer, next(coming)[1])
 
     def _whole(self, content: Content | None, num_bytes: int) -> memoryview:
         """Return the bytes of a storage that does not stream through."""
