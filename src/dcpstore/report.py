@@ -9,6 +9,8 @@ from time import monotonic
 
 import torch
 
+from dcpstore.text import names_text, size_text, table, times
+
 __all__ = ["LoadResult", "Phases", "SaveResult", "Transfer"]
 
 
@@ -89,14 +91,15 @@ class SaveResult:
     seconds: Mapping[str, float]
 
     def __str__(self) -> str:
-        return _table(
+        return table(
             f"saved {self.url}",
             {
                 "keys, items, objects": f"{self.num_keys}, {self.num_items}, {self.num_objects}",
-                "stored": f"{_size(self.stored_bytes)} in {self.num_requests} requests",
-                "peak memory": f"{_size(self.peak_bytes)} on the fullest rank",
-                "plans sent": _size(self.plan_bytes) + (" (cached)" if self.is_plan_cached else ""),
-                **_times(self.seconds),
+                "stored": f"{size_text(self.stored_bytes)} in {self.num_requests} requests",
+                "peak memory": f"{size_text(self.peak_bytes)} on the fullest rank",
+                "plans sent": size_text(self.plan_bytes)
+                + (" (cached)" if self.is_plan_cached else ""),
+                **times(self.seconds),
             },
         )
 
@@ -130,47 +133,23 @@ class LoadResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return _table(
+        return table(
             f"loaded {self.url}",
             {
                 "keys loaded": str(len(self.loaded)),
-                "missing": _names(self.missing),
-                "unexpected": _names(self.unexpected),
-                "cast": _names(tuple(self.cast)),
+                "missing": names_text(self.missing),
+                "unexpected": names_text(self.unexpected),
+                "cast": names_text(tuple(self.cast)),
                 "needed": _pair(self.rank.needed_bytes, self.job.needed_bytes),
                 "fetched": _pair(self.rank.fetched_bytes, self.job.fetched_bytes),
                 "from other ranks": _pair(self.rank.received_bytes, self.job.received_bytes),
                 "requests": f"{self.rank.num_requests} here, {self.job.num_requests} in all",
-                "peak memory": f"{_size(self.job.peak_bytes)} on the fullest rank",
+                "peak memory": f"{size_text(self.job.peak_bytes)} on the fullest rank",
                 "sharing": self.sharing + (" (plan cached)" if self.is_plan_cached else ""),
-                **_times(self.seconds),
+                **times(self.seconds),
             },
         )
 
 
-def _table(title: str, rows: Mapping[str, str]) -> str:
-    width = max(map(len, rows))
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows.items())])
-
-
-def _times(seconds: Mapping[str, float]) -> dict[str, str]:
-    return {f"{name} time": f"{value:.2f} s" for name, value in seconds.items()}
-
-
 def _pair(here: int, everywhere: int) -> str:
-    return f"{_size(here)} here, {_size(everywhere)} in all"
-
-
-def _names(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{len(names)}: {', '.join(names[:3])}{more}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
+    return f"{size_text(here)} here, {size_text(everywhere)} in all"

@@ -459,11 +459,11 @@ def test_the_command_shows_first_and_deletes_when_told(tmp_path):
     assert "a save may be running" in out
     code, out, _ = run("prune", str(tmp_path), "--older-than", "0")
     assert code == 0
-    assert "1 leftover(s), 5 B; nothing was deleted; --yes deletes them" in out
+    assert "1 leftover, 5 B; nothing was deleted; --yes deletes them" in out
     assert (tmp_path / DATA).exists()
     code, out, _ = run("prune", str(tmp_path), "--older-than", "0s", "--yes")
     assert code == 0
-    assert "deleted 1 leftover(s)" in out
+    assert "deleted 1 leftover" in out
     assert not list(tmp_path.iterdir())
 
 

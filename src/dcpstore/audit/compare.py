@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcpstore.audit.differences import Difference, DifferenceKind
 from dcpstore.audit.pairs import Contents, Sides, compare_contents, config_of_side
-from dcpstore.audit.printing import count_text, size_text, table
 from dcpstore.config import ReadConfig
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.planners.rules import KeyRules
@@ -29,6 +28,7 @@ from dcpstore.progress import ProgressCallback, show_progress
 from dcpstore.reading import Checkpoint, open_checkpoint
 from dcpstore.store.base import Store
 from dcpstore.store.opening import open_store
+from dcpstore.text import count_text, size_text, table
 
 __all__ = ["Comparison", "compare_checkpoints"]
 

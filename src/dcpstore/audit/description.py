@@ -15,7 +15,6 @@ from math import prod
 from typing import Any, Literal, TypeAlias
 
 from dcpstore.audit.listing import natural_order
-from dcpstore.audit.printing import count_text
 from dcpstore.collector import collector_paused
 from dcpstore.config import ReadConfig
 from dcpstore.discovery import Discovered, discover, read_file_header
@@ -24,6 +23,7 @@ from dcpstore.format.dtypes import DTYPES
 from dcpstore.format.safetensors import TensorInFile
 from dcpstore.manifest import ItemId, Manifest, StoredItem, decode
 from dcpstore.store.base import Store
+from dcpstore.text import count_text
 
 __all__ = [
     "Described",

@@ -25,7 +25,6 @@ from typing import Any
 from dcpstore.audit.checks import Check, Outcome, Verdict
 from dcpstore.audit.leftovers import Place
 from dcpstore.audit.permissions import advice_on
-from dcpstore.audit.printing import size_text
 from dcpstore.audit.probes import Measured, Probes
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, ConfigError, StoreError
@@ -34,6 +33,7 @@ from dcpstore.store.base import Store
 from dcpstore.store.location import parse_location
 from dcpstore.store.opening import open_store
 from dcpstore.store.uploads import OpenUploads, open_uploads_at
+from dcpstore.text import size_text
 
 __all__ = ["DEFAULT_PROBE_BYTES", "Diagnosis", "diagnose"]
 

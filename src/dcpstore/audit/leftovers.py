@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
-from dcpstore.audit.printing import age_text, count_text, size_text
 from dcpstore.audit.references import UnsureError, referenced_keys
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError, StoreError
@@ -32,6 +31,7 @@ from dcpstore.store.location import parse_location
 from dcpstore.store.opening import open_store
 from dcpstore.store.retry import RetryPolicy
 from dcpstore.store.uploads import OpenUpload, OpenUploads, open_uploads_at
+from dcpstore.text import age_text, count_text, size_text
 
 __all__ = [
     "DEFAULT_AGE_S",

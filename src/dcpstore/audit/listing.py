@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, TypeAlias
 
-from dcpstore.audit.printing import count_text
 from dcpstore.commit import probe
 from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.keys import METADATA_KEY, save_id_of
 from dcpstore.store.base import ObjectInfo, Store
+from dcpstore.text import count_text
 
 __all__ = ["Layout", "ListedCheckpoint", "Listing", "list_checkpoints", "natural_order"]
 

@@ -18,6 +18,7 @@ from dcpstore.errors import CorruptError
 from dcpstore.manifest import StoredItem
 from dcpstore.progress import Meter
 from dcpstore.reading import Checkpoint
+from dcpstore.text import count_text
 
 __all__ = ["Contents", "Sides", "compare_contents", "config_of_side"]
 
@@ -101,7 +102,7 @@ def _decide(sides: Sides, fqn: str) -> str | None:
     verdicts = [compare_stored(left[place], right[place]) for place in left]
     if any(verdict is False for verdict in verdicts):
         num_different = sum(verdict is False for verdict in verdicts)
-        return f"{num_different} of {len(verdicts)} chunk(s) differ by checksum"
+        return f"{num_different} of {count_text(len(verdicts), 'chunk')} differ by checksum"
     return "" if all(verdicts) else None
 
 

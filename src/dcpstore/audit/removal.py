@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from dcpstore.audit.leftovers import Leftover, Leftovers, Place, References, Rules, find_in
-from dcpstore.audit.printing import count_text, size_text
 from dcpstore.audit.references import UnsureError
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, NotFoundError, StoreError
 from dcpstore.store.base import Store
 from dcpstore.store.uploads import OpenUploads
+from dcpstore.text import count_text, size_text
 
 __all__ = ["Pruned", "prune", "remove"]
 

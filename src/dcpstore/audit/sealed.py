@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcpstore.audit.blocks import check_inline, cut_record, name_of
 from dcpstore.audit.findings import Finding
 from dcpstore.audit.inventory import Inventory
-from dcpstore.audit.printing import count_text, size_text
 from dcpstore.audit.scan import Piece, Scanner
 from dcpstore.audit.zip_records import Coverage, Expected
 from dcpstore.audit.zip_scan import ZipScan
@@ -27,6 +26,7 @@ from dcpstore.manifest import DataObject, ItemId, Manifest, StoredItem, decode
 from dcpstore.metadata import expected_items, item_id, metadata_from_manifest
 from dcpstore.ranges import ByteRange
 from dcpstore.store.base import Store
+from dcpstore.text import count_text, size_text
 
 __all__ = ["SealedContents", "open_sealed"]
 

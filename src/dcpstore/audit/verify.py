@@ -29,7 +29,6 @@ from dcpstore.audit.contents import Contents
 from dcpstore.audit.findings import Finding, in_order
 from dcpstore.audit.inventory import Inventory, take_inventory
 from dcpstore.audit.opening import open_contents
-from dcpstore.audit.printing import count_text, size_text, table
 from dcpstore.audit.scan import Scanner
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConflictError
@@ -38,6 +37,7 @@ from dcpstore.keys import save_id_of
 from dcpstore.progress import ProgressCallback, show_progress
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.store.opening import open_store
+from dcpstore.text import count_text, size_text, table
 
 __all__ = ["Verification", "verify_checkpoint"]
 

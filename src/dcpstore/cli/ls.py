@@ -8,11 +8,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from dcpstore.audit.listing import ListedCheckpoint, Listing, list_checkpoints
-from dcpstore.audit.printing import count_text, size_text
 from dcpstore.cli.connection import add_connection_arguments, open_given_store, read_connection
 from dcpstore.cli.exit_codes import ExitCode
 from dcpstore.cli.output import Output
 from dcpstore.cli.text import format_age, format_time, table
+from dcpstore.text import count_text, size_text
 
 DESCRIPTION = """\
 List the checkpoints below a URL, and what interrupted saves left there, in the natural order

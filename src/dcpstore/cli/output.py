@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from dcpstore.audit.printing import size_text
 from dcpstore.cli.exit_codes import ExitCode
 from dcpstore.errors import CheckpointError
 from dcpstore.progress import Progress, ProgressCallback
+from dcpstore.text import size_text
 
 __all__ = ["Output"]
 

@@ -9,12 +9,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from dcpstore.audit.leftovers import DEFAULT_AGE_S, Leftover, Leftovers, Rules, find_leftovers
-from dcpstore.audit.printing import size_text
 from dcpstore.audit.removal import Pruned, prune
 from dcpstore.cli.connection import add_connection_arguments, read_connection
 from dcpstore.cli.exit_codes import ExitCode, exit_code_of
 from dcpstore.cli.output import Output
 from dcpstore.cli.text import format_age, format_time, table
+from dcpstore.text import count_text, size_text
 
 DESCRIPTION = """\
 Find what interrupted or replaced saves left below a URL: data objects and manifests that no
@@ -99,14 +99,14 @@ def _lines(found: Leftovers, pruned: Pruned | None, now: datetime) -> Iterator[s
         yield from table(["kind", "size", "age", "", "key"], rows, right=[1, 2])
     for kept in found.kept:
         where = kept.folder or "the folder itself"
-        yield f"kept in {where}: {len(kept.leftovers)} leftover(s): {kept.reason}"
+        yield f"kept in {where}: {count_text(len(kept.leftovers), 'leftover')}: {kept.reason}"
     if pruned is None:
-        total = f"{len(found.removable)} leftover(s), {size_text(found.num_bytes)}"
+        total = f"{count_text(len(found.removable), 'leftover')}, {size_text(found.num_bytes)}"
         yield f"{total}; nothing was deleted" + ("; --yes deletes them" if found.removable else "")
     else:
         yield (
-            f"deleted {len(pruned.removed)} leftover(s), {size_text(pruned.removed_bytes)};"
-            f" {len(pruned.failed)} could not be deleted"
+            f"deleted {count_text(len(pruned.removed), 'leftover')},"
+            f" {size_text(pruned.removed_bytes)}; {len(pruned.failed)} could not be deleted"
         )
 
 

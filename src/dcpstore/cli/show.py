@@ -12,7 +12,6 @@ from typing import Any
 
 from dcpstore.audit.description import Described, Description, describe, describe_file
 from dcpstore.audit.outline import Branch, Totals, build_outline, select, sort_entries, sum_up
-from dcpstore.audit.printing import count_text, size_text
 from dcpstore.cli.connection import (
     Connection,
     add_connection_arguments,
@@ -24,6 +23,7 @@ from dcpstore.cli.output import Output
 from dcpstore.cli.text import table
 from dcpstore.errors import ConfigError, NotFoundError
 from dcpstore.keys import METADATA_KEY, save_id_of
+from dcpstore.text import count_text, size_text
 
 DESCRIPTION = """\
 Show the tensors and values of a checkpoint with shape, dtype, shards and bytes, and where they

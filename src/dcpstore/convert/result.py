@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ConvertResult"]
+from dcpstore.text import count_text, names_text, size_text, table, times
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_MOST_NAMED = 3
+__all__ = ["ConvertResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +45,15 @@ class ConvertResult:
         return sum(self.objects.values())
 
     def __str__(self) -> str:
+        num_objects = count_text(len(self.objects), "object")
         rows = {
             "from": self.source,
-            "tensors": f"{self.num_tensors} of {_size(self.tensor_bytes)}",
+            "tensors": f"{self.num_tensors} of {size_text(self.tensor_bytes)}",
             "values": str(self.num_values),
-            "stored": f"{_size(self.stored_bytes)} in {len(self.objects)} objects",
-            "fetched": _size(self.fetched_bytes),
-            "skipped": _names(self.skipped),
-            "cast": _names(self.cast),
-            **{f"{name} time": f"{value:.2f} s" for name, value in self.seconds.items()},
+            "stored": f"{size_text(self.stored_bytes)} in {num_objects}",
+            "fetched": size_text(self.fetched_bytes),
+            "skipped": names_text(self.skipped),
+            "cast": names_text(self.cast),
+            **times(self.seconds),
         }
-        width = max(map(len, rows))
-        lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
-        return "\n".join([f"converted to {self.target}", *lines])
-
-
-def _names(names: Mapping[str, object]) -> str:
-    if not names:
-        return "none"
-    shown = ", ".join(list(names)[:_MOST_NAMED])
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{len(names)}: {shown}{more}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in _UNITS:
-        if num_bytes < 1024 or unit == _UNITS[-1]:
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        return table(f"written to {self.target}", rows)

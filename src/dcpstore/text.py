@@ -1,10 +1,11 @@
-"""How results of audits print: a title, aligned rows, sizes and ages for people."""
+"""How results print: a title, aligned rows, sizes, counts, names and ages for people."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import islice
 
-__all__ = ["age_text", "count_text", "size_text", "table"]
+__all__ = ["age_text", "count_text", "names_text", "size_text", "table", "times"]
 
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -33,6 +34,19 @@ def age_text(age_s: float | None) -> str:
 def count_text(number: int, noun: str) -> str:
     """Write a number with its noun: ``"1 object"``, ``"2 objects"``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def names_text(names: Collection[str], most: int = 3) -> str:
+    """Write how many names there are, and the first of them: ``"5: a, b, c and 2 more"``."""
+    if not names:
+        return "none"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{len(names)}: {', '.join(islice(names, most))}{more}"
+
+
+def times(seconds: Mapping[str, float]) -> dict[str, str]:
+    """Return one row for `table` per phase: ``{"plan time": "0.02 s"}``."""
+    return {f"{name} time": f"{value:.2f} s" for name, value in seconds.items()}
 
 
 def table(title: str, rows: Mapping[str, str]) -> str:
