@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dcpstore.store.base import PutMode
     from dcpstore.store.fsspec_writers import Upload
 
-__all__ = ["GcsWriter"]
+__all__ = ["GcsWriter", "rewrite"]
 
 _BLOCK = 2**18  # a resumable upload takes multiples of this
 
@@ -99,7 +99,35 @@ class _GcsUpload:
                 _request_once(self._get_fs(), "DELETE", self._file.location)
 
 
-def _request_once(fs: Any, method: str, path: str, **more: Any) -> bytes:
+def rewrite(fs: Any, source_path: str, path: str, mode: PutMode) -> None:
+    """Copy an object by Google's servers; each call goes on where the one before stopped.
+
+    Args:
+        fs: gcsfs's filesystem.
+        source_path: Bucket and key.
+        path: Bucket and key of the copy, which appears when it is whole.
+        mode: ``"create"`` refuses to replace.
+    """
+    (source_bucket, _, source_key), (bucket, _, key) = (
+        source_path.partition("/"),
+        path.partition("/"),
+    )
+    more = {"ifGenerationMatch": "0"} if mode == "create" else {}
+    answer: dict[str, Any] = {"done": False}
+    while not answer["done"]:
+        contents = _request_once(
+            fs,
+            "POST",
+            "b/{}/o/{}/rewriteTo/b/{}/o/{}",
+            *(source_bucket, source_key, bucket, key),
+            headers={"Content-Type": "application/json"},
+            **more,
+        )
+        answer = json.loads(contents)
+        more["rewriteToken"] = answer.get("rewriteToken", "")
+
+
+def _request_once(fs: Any, method: str, path: str, *arguments: str, **more: Any) -> bytes:
     """Send one request without gcsfs's own repetitions.
 
     It would repeat a conditional put whose answer was lost, and then report as a
@@ -107,7 +135,7 @@ def _request_once(fs: Any, method: str, path: str, **more: Any) -> bytes:
     """
     request = type(fs)._request  # noqa: SLF001 - the only way past its retries
     once = getattr(request, "__wrapped__", request)
-    contents: bytes = sync(fs.loop, once, fs, method, path, **more)[3]
+    contents: bytes = sync(fs.loop, once, fs, method, path, *arguments, **more)[3]
     return contents
 
 

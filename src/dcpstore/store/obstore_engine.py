@@ -22,10 +22,13 @@ from dcpstore.store.obstore_clients import ObstoreClients
 from dcpstore.store.options import translate
 from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
 from dcpstore.store.retry import RetryPolicy
+from dcpstore.store.server_copy import CopyMode, Origin
 from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, with_either_mark
 
 if TYPE_CHECKING:
+    from dcpstore.store.fsspec_engine import FsspecStore
     from dcpstore.store.location import Location
+    from dcpstore.store.s3fs_engine import S3fsStore
 
 __all__ = ["OBSTORE_SCHEMES", "ObstoreStore"]
 
@@ -62,6 +65,7 @@ class ObstoreStore:
         self._part_policy = part_policy or RetryPolicy()
         settings = translate(location, self._options)
         self._clients = ObstoreClients(location, settings, self._part_policy)
+        self._copier: S3fsStore | FsspecStore | None = None
         root = location.prefix.replace(os.sep, "/").strip("/")
         self._root = f"{root}/" if root else ""
 
@@ -156,6 +160,25 @@ class ObstoreStore:
             raise
         return self._mark(result)
 
+    @property
+    def origin(self) -> Origin:
+        """Where the objects lie, for a provider's own copies."""
+        return Origin(self._location, self._options)
+
+    def copy_from(
+        self,
+        origin: Origin,
+        source_key: str,
+        key: str,
+        *,
+        size_bytes: int,
+        mode: CopyMode = "overwrite",
+    ) -> None:
+        """Let the provider copy an object; the fsspec engine asks it."""
+        if self._copier is None:
+            self._copier = _open_copier(self._location, self._options, self._part_policy)
+        self._copier.copy_from(origin, source_key, key, size_bytes=size_bytes, mode=mode)
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""
         asked = Asked("list", prefix, self.url)
@@ -180,6 +203,9 @@ class ObstoreStore:
     def close(self) -> None:
         """Drop the clients; a later call opens new ones."""
         self._clients.close()
+        copier, self._copier = self._copier, None
+        if copier is not None:
+            copier.close()
 
     def _delete(self, paths: Sequence[str]) -> None:
         asked = Asked(f"delete {len(paths)} objects, first", paths[0], self.url)
@@ -274,6 +300,18 @@ def _ask(asked: Asked, call: Callable[[], _T]) -> _T:
         return call()
     except (obstore.exceptions.BaseError, OSError, ValueError) as error:
         raise from_obstore(asked, error) from error
+
+
+def _open_copier(
+    location: Location, options: Mapping[str, Any], part_policy: RetryPolicy
+) -> S3fsStore | FsspecStore:
+    if location.scheme == "s3":
+        from dcpstore.store.s3fs_engine import S3fsStore
+
+        return S3fsStore(location, options, part_policy=part_policy)
+    from dcpstore.store.fsspec_engine import FsspecStore
+
+    return FsspecStore(location, options, part_policy=part_policy)
 
 
 def _rebuild(location: Location, options: dict[str, Any], part_policy: RetryPolicy) -> ObstoreStore:

@@ -100,4 +100,4 @@ def _open_fsspec(location: Location, options: dict[str, Any], policy: RetryPolic
         return S3fsStore(location, options, part_policy=policy)
     from dcpstore.store.fsspec_engine import FsspecStore
 
-    return FsspecStore(location, options)
+    return FsspecStore(location, options, part_policy=policy)

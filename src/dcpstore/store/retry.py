@@ -9,6 +9,7 @@ put, create or IfMatch               only when throttled: then the store did not
                                      lost answer is settled by the caller, who can read
                                      back what is there
 put_parts                            never: the parts are gone. The engine repeats parts
+copy_from                            never: the engine repeats it, and parts singly
 list                                 from the start, skipping what was yielded already
 ===================================  ====================================================
 """
@@ -19,13 +20,14 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcpstore.errors import StoreError
 from dcpstore.store.limiter import AdaptiveLimiter
 
 if TYPE_CHECKING:
     from dcpstore.store.base import Buffer, Capabilities, Fetched, ObjectInfo, PutMode, Store
+    from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["RetryPolicy", "RetryingStore", "call_with_retries"]
 
@@ -146,6 +148,22 @@ class RetryingStore:
             lambda: self._inner.put_parts(
                 key, parts, part_bytes=part_bytes, max_concurrency=max_concurrency
             )
+        )
+
+    def copy_from(
+        self,
+        origin: Origin,
+        source_key: str,
+        key: str,
+        *,
+        size_bytes: int,
+        mode: CopyMode = "overwrite",
+    ) -> None:
+        """Let the provider copy an object; see `dcpstore.store.server_copy`."""
+        inner = cast("ServerCopies", self._inner)  # who asks has seen that it copies
+        self._limiter.wait_for_pause()
+        self._noting(
+            lambda: inner.copy_from(origin, source_key, key, size_bytes=size_bytes, mode=mode)
         )
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

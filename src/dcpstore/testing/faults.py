@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from dcpstore.errors import CheckpointError, StoreError
 from dcpstore.store.base import Fetched, ObjectInfo
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dcpstore.store.base import Buffer, Capabilities, PutMode, Store
+    from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["Crashed", "FaultyStore", "StoreFault"]
 
@@ -173,6 +174,23 @@ class FaultyStore:
         if fault is not None and fault.after_parts is not None:
             return call()
         return self._do(fault, "put_parts", key, call)
+
+    def copy_from(
+        self,
+        origin: Origin,
+        source_key: str,
+        key: str,
+        *,
+        size_bytes: int,
+        mode: CopyMode = "overwrite",
+    ) -> None:
+        """Let the provider copy an object; only of an inner store that can."""
+        inner = cast("ServerCopies", self._inner)
+
+        def call() -> None:
+            inner.copy_from(origin, source_key, key, size_bytes=size_bytes, mode=mode)
+
+        self._under("copy_from", key, call)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``, but the stale ones."""

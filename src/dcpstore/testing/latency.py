@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dcpstore.store.parts import as_bytes_view
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dcpstore.store.base import Buffer, Capabilities, Fetched, ObjectInfo, PutMode, Store
+    from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["LatencyStore"]
 
@@ -106,6 +107,20 @@ class LatencyStore:
         return self._inner.put_parts(
             key, slowly(), part_bytes=part_bytes, max_concurrency=max_concurrency
         )
+
+    def copy_from(
+        self,
+        origin: Origin,
+        source_key: str,
+        key: str,
+        *,
+        size_bytes: int,
+        mode: CopyMode = "overwrite",
+    ) -> None:
+        """Let the provider copy an object; only of an inner store that can."""
+        inner = cast("ServerCopies", self._inner)
+        self._sleep(self._latency_s)
+        inner.copy_from(origin, source_key, key, size_bytes=size_bytes, mode=mode)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""

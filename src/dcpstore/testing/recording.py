@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dcpstore.store.parts import as_bytes_view
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dcpstore.store.base import Buffer, Capabilities, Fetched, ObjectInfo, PutMode, Store
+    from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["RecordingStore", "StoreRequest"]
 
@@ -31,7 +32,8 @@ class StoreRequest:
         num_bytes: Bytes of the body or of the answer; keys of a ``delete_many``,
             objects of a ``list``.
         num_in_flight: Calls under way when this one began, itself included.
-        mode: ``overwrite``, ``create`` or ``match`` for a ``put``; None for others.
+        mode: ``overwrite``, ``create`` or ``match`` for a ``put`` or ``copy_from``; None for
+            others.
         error: Name of the error's class; None for success.
         begin_s: When it began, on the recorder's clock.
         end_s: When it ended.
@@ -162,6 +164,21 @@ class RecordingStore:
                 part_bytes=part_bytes,
                 max_concurrency=max_concurrency,
             )
+
+    def copy_from(
+        self,
+        origin: Origin,
+        source_key: str,
+        key: str,
+        *,
+        size_bytes: int,
+        mode: CopyMode = "overwrite",
+    ) -> None:
+        """Let the provider copy an object; only of an inner store that can."""
+        inner = cast("ServerCopies", self._inner)
+        with self._record("copy_from", key) as call:
+            inner.copy_from(origin, source_key, key, size_bytes=size_bytes, mode=mode)
+            call.mode = mode
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""
