@@ -171,6 +171,8 @@ def _document(result: ConvertResult) -> dict[str, Any]:
         "tensor_bytes": result.tensor_bytes,
         "stored_bytes": result.stored_bytes,
         "fetched_bytes": result.fetched_bytes,
+        "num_server_copies": result.num_server_copies,
+        "server_copied_bytes": result.server_copied_bytes,
         "objects": dict(result.objects),
         "skipped": dict(result.skipped),
         "cast": {key: list(names) for key, names in result.cast.items()},

@@ -10,9 +10,10 @@ from dcpstore.cli.output import Output
 
 DESCRIPTION = """\
 Copy a checkpoint between folders, buckets and providers, in bounded memory. With nothing to
-change its objects are copied byte by byte, checked on the way and read back; with any of
---keys, --exclude, --rename, --dtype, --object-size or --reencode it is written anew, with
-checksums. There is no checkpoint at TARGET_URL before the copy is whole."""
+change its objects are copied byte by byte, by S3 or Google themselves where the same options
+reach both sides, and read back; with any of --keys, --exclude, --rename, --dtype,
+--object-size or --reencode it is written anew, with checksums. There is no checkpoint at
+TARGET_URL before the copy is whole."""
 
 EXAMPLES = """\
 dcpstore copy s3://bucket/run/step-100 gs://archive/step-100

@@ -58,13 +58,14 @@ def dcp_to_dcp(
     dcp_to_dcp("s3://run/step-100", "s3://run/weights", keys=["model.*"], dtype=torch.bfloat16)
     ```
 
-    With nothing to change, data objects are copied byte by byte. Those of a checkpoint of ours
-    get fresh names, and the copy is sealed as after `dcpstore.save`; a checkpoint by a stock
-    writer keeps every name, and its ``.metadata`` is put last. Every block that has a checksum
-    is checked on the way, and each copy is read back. With any of ``keys``, ``exclude``,
-    ``rename``, ``dtype``, ``object_bytes`` or ``reencode`` the checkpoint is written anew, in our
-    own form, whoever wrote it. An interrupted copy leaves no checkpoint. All ranks of the group
-    may call it together; each copies a share of the bytes.
+    With nothing to change, data objects are copied byte by byte, by the provider alone where both
+    URLs are S3's or Google's and have equal options, else through this process. Those of a
+    checkpoint of ours get fresh names, and the copy is sealed as after `dcpstore.save`; a
+    checkpoint by a stock writer keeps every name, and its ``.metadata`` is put last. Each copy is
+    read back: blocks are compared with their checksums, bytes that have none with the source's.
+    With any of ``keys``, ``exclude``, ``rename``, ``dtype``, ``object_bytes`` or ``reencode`` the
+    checkpoint is written anew, in our own form, whoever wrote it. An interrupted copy leaves no
+    checkpoint. All ranks of the group may call it together; each copies a share of the bytes.
 
     Args:
         source: Folder of a checkpoint, by ours or by stock DCP.
@@ -77,7 +78,7 @@ def dcp_to_dcp(
         reencode: Write anew although nothing else changes: a stock checkpoint becomes one of
             ours, with checksums.
         verify: Read each object back after a copy byte by byte. Without, their sizes are
-            compared.
+            compared; where the provider copies, no data is read at all.
         source_options: fsspec's options for the source's protocol.
         target_options: fsspec's options for the target's protocol.
         budget_bytes: Memory for bytes on their way, per rank.
@@ -158,7 +159,7 @@ def _mirror(
         )
         how = MirrorOfOurs(checkpoint, writer)
     with phases.phase("copy"):
-        objects = mirror(
+        copied = mirror(
             group,
             how,
             checkpoint.store,
@@ -175,8 +176,10 @@ def _mirror(
         num_tensors=len(tensors),
         num_values=len(checkpoint.keys) - len(tensors),
         tensor_bytes=sum(prod(one.size) * one.properties.dtype.itemsize for one in tensors),
-        objects=objects,
-        fetched_bytes=sum(objects.values()),
+        objects=copied.objects,
+        fetched_bytes=copied.fetched_bytes,
+        num_server_copies=len(copied.by_server),
+        server_copied_bytes=sum(copied.objects[key] for key in copied.by_server),
         seconds=phases.seconds,
     )
 

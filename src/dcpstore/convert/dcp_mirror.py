@@ -5,14 +5,14 @@ the new metadata name them; a checkpoint by a stock writer keeps all names, and 
 ``.metadata`` is put last, as it was. All ranks:
 
 1. (coordinator) look whether a checkpoint lies at the target, and plan the objects
-2. copy a share of the objects each, checking checksums as the bytes pass
-3. read each copy back, and compare it
+2. copy a share of the objects each, by the provider or through this process
+3. read each copy back, and compare it; see `dcpstore.convert.dcp_transfer`
 4. (coordinator) seal
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcpstore.collectives import RankGroup, steps
 from dcpstore.commit import probe, sweep
 from dcpstore.convert.dcp_memory import Shares
-from dcpstore.convert.dcp_objects import CopyTask, ObjectCheck, pass_through
+from dcpstore.convert.dcp_objects import CopyTask
 from dcpstore.convert.dcp_share import own_run
+from dcpstore.convert.dcp_transfer import Copied, Transfer, copy_objects, verify_copies
 from dcpstore.convert.output import MIN_OUTPUT_BYTES, Outputs, is_surely_unpublished
-from dcpstore.errors import AlreadyExistsError, CorruptError
+from dcpstore.errors import AlreadyExistsError, RankFailures
 from dcpstore.keys import METADATA_KEY, data_key, save_id_of
 from dcpstore.manifest import DataObject, StoredItem, decode
 from dcpstore.progress import Meter
@@ -34,7 +35,7 @@ from dcpstore.store.base import Store
 from dcpstore.write_job import Written
 from dcpstore.writer import ObjectStoreWriter
 
-__all__ = ["Mirror", "MirrorOfOurs", "MirrorOfStock", "mirror"]
+__all__ = ["Mirror", "MirrorOfOurs", "MirrorOfStock", "Mirrored", "mirror"]
 
 _STEP_SEAL = "seal"
 
@@ -141,16 +142,18 @@ class MirrorOfStock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copied:
-    """What one rank copied.
+class Mirrored:
+    """What was copied. The same on all ranks.
 
     Attributes:
-        stored: Each object by its new key.
-        crcs: CRC32C of each object's bytes, as they came from the source.
+        objects: Key and size of each object.
+        by_server: Keys of those that the provider copied by itself.
+        fetched_bytes: Bytes asked of the source by all ranks.
     """
 
-    stored: Mapping[str, DataObject]
-    crcs: Mapping[str, int]
+    objects: Mapping[str, int]
+    by_server: Sequence[str]
+    fetched_bytes: int
 
 
 def mirror(
@@ -163,7 +166,7 @@ def mirror(
     meter: Meter,
     overwrite: bool,
     verify: bool,
-) -> dict[str, int]:
+) -> Mirrored:
     """Copy a checkpoint. All ranks of the group.
 
     Args:
@@ -172,12 +175,9 @@ def mirror(
         source: Rooted at the source's folder.
         target: Rooted at the target's folder.
         shares: Of the memory.
-        meter: Counts the bytes handed to the store.
+        meter: Counts the bytes copied.
         overwrite: Replace objects that have the names of new ones.
         verify: Read every copy back; else only their sizes are compared.
-
-    Returns:
-        Key and size of each object.
 
     Raises:
         RankFailures: On every rank, if any failed. Nothing was sealed, unless the seal itself
@@ -186,106 +186,37 @@ def mirror(
     tasks = steps.broadcast(group, "plan the copy", plan_and_seal.plan)
     own = own_run(tasks, [task.size_bytes for task in tasks], group.rank, group.size)
     fresh = plan_and_seal.has_fresh_names
-    done: list[_Copied] = []
+    transfer = Transfer(source, target, shares, meter, fresh or overwrite, verify)
+    done: list[Copied] = []
     may_be_sealed = False
+
+    def seal(copied: Sequence[Copied]) -> Mirrored:
+        plan_and_seal.seal({key: one for part in copied for key, one in part.stored.items()})
+        return Mirrored(
+            {task.key: task.size_bytes for task in tasks},
+            sorted(key for part in copied for key in part.by_server),
+            sum(part.fetched_bytes for part in copied),
+        )
+
     try:
-        steps.barrier(
-            group,
-            "copy",
-            lambda: done.append(_copy(source, target, own, shares, meter, fresh or overwrite)),
-        )
-        steps.barrier(group, "verify", lambda: _verify(target, own, done[0], shares, verify))
-        stored = steps.gather(group, "gather", lambda: done[0].stored)
+        steps.barrier(group, "copy", lambda: done.append(copy_objects(transfer, own)))
+        steps.barrier(group, "verify", lambda: done.append(verify_copies(transfer, own, done[0])))
+        copied = steps.gather(group, "gather", lambda: done[-1])
         may_be_sealed = True
-        steps.broadcast(
-            group,
-            _STEP_SEAL,
-            lambda: plan_and_seal.seal({k: v for one in stored or () for k, v in one.items()}),
-        )
+        return steps.broadcast(group, _STEP_SEAL, lambda: seal(copied or ()))
     except BaseException as error:
-        if not may_be_sealed or is_surely_unpublished(error, group, _STEP_SEAL):
+        is_leftover = not may_be_sealed or is_surely_unpublished(error, group, _STEP_SEAL)
+        if is_leftover and (fresh or not _sealed_by_another(error, group)):
             made = [task.key for task in own] if fresh else done[0].stored if done else ()
             sweep(target, made if fresh or not overwrite else (), why="this failed copy")
         raise
-    return {task.key: task.size_bytes for task in tasks}
 
 
-def _copy(
-    source: Store,
-    target: Store,
-    tasks: Sequence[CopyTask],
-    shares: Shares,
-    meter: Meter,
-    overwrite: bool,
-) -> _Copied:
-    """Copy objects, one after another; their ranges are fetched ahead."""
-    if not tasks:
-        return _Copied({}, {})
-    meter.expect(sum(task.size_bytes for task in tasks))
-    outputs = Outputs(
-        target,
-        budget_bytes=shares.output_bytes,
-        largest_bytes=max(task.size_bytes for task in tasks),
-        overwrite=overwrite,
-        meter=meter,
-    )
-    objects = ((task.source_key, task.size_bytes) for task in tasks)
-    crcs = {}
-    with pass_through(source, objects, shares.read_config()) as pieces, outputs:
-        for task in tasks:
-            check = ObjectCheck(source.url, task.source_key, task.items)
-            with outputs.write(task.key) as stream:
-                for data in _whole(pieces, task.size_bytes):
-                    check.update(data)
-                    stream.write(data)
-            crcs[task.key] = check.crc32c
-    return _Copied(outputs.stored, crcs)
-
-
-def _whole(pieces: Iterator[tuple[str, memoryview]], size_bytes: int) -> Iterator[memoryview]:
-    """Yield the pieces of the next object."""
-    at = 0
-    while at < size_bytes:
-        _, data = next(pieces)
-        at += len(data)
-        yield data
-        del data
-
-
-def _verify(
-    target: Store,
-    tasks: Sequence[CopyTask],
-    copied: _Copied,
-    shares: Shares,
-    verify: bool,
-) -> None:
-    """Compare copies with what was sent: read back, or by their sizes alone.
-
-    Raises:
-        CorruptError: Naming the first object that differs.
-    """
-    if not verify:
-        for task in tasks:
-            _check_size(target, task, target.head(task.key).size_bytes)
-        return
-    objects = ((task.key, task.size_bytes) for task in tasks)
-    with pass_through(target, objects, shares.read_config()) as pieces:
-        for task in tasks:
-            check = ObjectCheck(target.url, task.key, task.items)
-            for data in _whole(pieces, task.size_bytes):
-                check.update(data)
-            if check.crc32c != copied.crcs[task.key]:
-                raise CorruptError(
-                    f"{target.url}: {task.key} was read back and is not what was sent", key=task.key
-                )
-
-
-def _check_size(target: Store, task: CopyTask, found_bytes: int) -> None:
-    if found_bytes != task.size_bytes:
-        raise CorruptError(
-            f"{target.url}: {task.key} has {found_bytes} bytes and its source {task.size_bytes}",
-            key=task.key,
-        )
+def _sealed_by_another(error: BaseException, group: RankGroup) -> bool:
+    """Tell whether a checkpoint appeared meanwhile, whose objects may have the names of ours."""
+    if not isinstance(error, RankFailures) or error.step != _STEP_SEAL:
+        return False
+    return isinstance(error.exceptions.get(group.coordinator), AlreadyExistsError)
 
 
 def _by_object(items: Iterable[StoredItem]) -> dict[str, list[StoredItem]]:

@@ -1,4 +1,4 @@
-"""Objects copied byte by byte through this process, and read back.
+"""The bytes of objects, front to back, and the checks that they pass.
 
 Ranges of all objects are fetched ahead, across the ends of objects, so that many small
 ones cost no more waiting than a large one::
@@ -22,10 +22,12 @@ from dcpstore.config import ReadConfig
 from dcpstore.errors import CorruptError
 from dcpstore.format.checksum import BlockChecksummer, crc32c
 from dcpstore.manifest import StoredItem
-from dcpstore.ranges import ByteRange, cut
+from dcpstore.ranges import ByteRange, cut, join
 from dcpstore.store.base import Store
 
-__all__ = ["CopyTask", "ObjectCheck", "pass_through"]
+__all__ = ["CopyTask", "ObjectCheck", "pass_ranges", "pass_through"]
+
+_JOIN_BYTES = 1 << 20  # reading as much for nothing costs less than a request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +46,13 @@ class CopyTask:
     size_bytes: int
     items: tuple[StoredItem, ...] = ()
 
+    def unproven(self) -> list[ByteRange]:
+        """Return the ranges that hold every byte of which no item has a checksum."""
+        proven = join(item.payload for item in self.items)
+        edges = [0, *(edge for span in proven for edge in span), self.size_bytes]
+        gaps = map(ByteRange, edges[::2], edges[1::2])
+        return join(gaps, max_gap_bytes=_JOIN_BYTES)
+
 
 @dataclass(slots=True)
 class _Running:
@@ -59,12 +68,14 @@ class ObjectCheck:
         where: The object's URL, for messages.
         key: The object.
         items: Its items that have checksums.
-        crc32c: Of all bytes so far.
+        spans: Which bytes `crc32c` is of, in ascending order; all of them where None.
+        crc32c: Of the bytes so far.
     """
 
     where: str
     key: str
     items: Sequence[StoredItem]
+    spans: Sequence[ByteRange] | None = None
     crc32c: int = 0
     _at: int = 0
     _waiting: deque[StoredItem] = field(default_factory=deque)
@@ -80,8 +91,11 @@ class ObjectCheck:
         Raises:
             CorruptError: If an item that ended in them is not what was saved.
         """
-        self.crc32c = crc32c(data, self.crc32c)
         end = self._at + len(data)
+        for start, stop in [(self._at, end)] if self.spans is None else self.spans:
+            if start < end and stop > self._at:
+                first, last = max(start, self._at), min(stop, end)
+                self.crc32c = crc32c(data[first - self._at : last - self._at], self.crc32c)
         while self._waiting and self._waiting[0].payload.start < end:
             item = self._waiting.popleft()
             self._running.append(_Running(item, BlockChecksummer(item.block_bytes)))
@@ -126,12 +140,22 @@ def pass_through(
         NotFoundError: If an object is gone.
         CorruptError: If one is shorter than its size.
     """
+    ranges = ((key, ByteRange(0, size_bytes)) for key, size_bytes in objects)
+    with pass_ranges(store, ranges, config) as pieces:
+        yield pieces
+
+
+@contextmanager
+def pass_ranges(
+    store: Store, ranges: Iterable[tuple[str, ByteRange]], config: ReadConfig
+) -> Iterator[Iterator[tuple[str, memoryview]]]:
+    """As `pass_through`, of ranges of objects."""
     max_ahead = max(1, min(config.max_requests, config.budget_bytes // 2 // config.request_bytes))
     executor = ThreadPoolExecutor(max_ahead, "dcpstore-pass")
     try:
         fetches = (
             (key, executor.submit(store.get_range, key, *span))
-            for key, span in _ranges(objects, config.request_bytes)
+            for key, span in _requests(ranges, config.request_bytes)
         )
         yield _in_order(fetches, max_ahead)
     finally:
@@ -150,10 +174,9 @@ def _in_order(
         ahead.extend(islice(fetches, 1))
 
 
-def _ranges(
-    objects: Iterable[tuple[str, int]], request_bytes: int
+def _requests(
+    ranges: Iterable[tuple[str, ByteRange]], request_bytes: int
 ) -> Iterator[tuple[str, ByteRange]]:
-    for key, size_bytes in objects:
-        spans = list(cut(ByteRange(0, size_bytes), request_bytes)) or [ByteRange(0, 0)]
-        for span in spans:
+    for key, whole in ranges:
+        for span in list(cut(whole, request_bytes)) or [whole]:
             yield key, span

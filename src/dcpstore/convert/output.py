@@ -41,6 +41,7 @@ __all__ = [
     "file_location",
     "is_surely_unpublished",
     "part_bytes_for",
+    "reject_existing",
 ]
 
 _MIB = 1 << 20
@@ -145,7 +146,7 @@ class Outputs:
         """
         if not self._overwrite:
             for key in keys:
-                _reject_existing(self._store, key)
+                reject_existing(self._store, key)
 
     @contextmanager
     def write(self, key: str) -> Iterator[ObjectStream]:
@@ -202,7 +203,7 @@ class _Publisher:
         yield from parts
         # obstore takes the parts inside its own event loop, where no other request may begin.
         with ThreadPoolExecutor(1, "dcpstore-look") as executor:
-            executor.submit(_reject_existing, self._store, key).result()
+            executor.submit(reject_existing, self._store, key).result()
 
     def _create(self, key: str, data: Buffer) -> str | None:
         """Put if absent. A put whose answer was lost is settled by reading what is there."""
@@ -222,7 +223,12 @@ class _Publisher:
         raise AssertionError("the last attempt raises")
 
 
-def _reject_existing(store: Store, key: str) -> None:
+def reject_existing(store: Store, key: str) -> None:
+    """Look whether an object is in the way; a refusal to tell counts as absence.
+
+    Raises:
+        AlreadyExistsError: If it is.
+    """
     try:
         store.head(key)
     except NotFoundError:

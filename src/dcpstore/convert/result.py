@@ -25,6 +25,8 @@ class ConvertResult:
         skipped: Key of the source, and why it was not written although nobody excluded it.
         cast: Key of the source, and the names of its old and its new dtype.
         fetched_bytes: Bytes asked of the source by all ranks.
+        num_server_copies: How many of the objects the provider copied by itself.
+        server_copied_bytes: Their size.
         seconds: Per phase, of the coordinator.
     """
 
@@ -37,6 +39,8 @@ class ConvertResult:
     skipped: Mapping[str, str] = field(default_factory=dict)
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     fetched_bytes: int = 0
+    num_server_copies: int = 0
+    server_copied_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -52,8 +56,15 @@ class ConvertResult:
             "values": str(self.num_values),
             "stored": f"{size_text(self.stored_bytes)} in {num_objects}",
             "fetched": size_text(self.fetched_bytes),
+            **self._server_row(),
             "skipped": names_text(self.skipped),
             "cast": names_text(self.cast),
             **times(self.seconds),
         }
         return table(f"written to {self.target}", rows)
+
+    def _server_row(self) -> dict[str, str]:
+        if not self.num_server_copies:
+            return {}
+        count = count_text(self.num_server_copies, "object")
+        return {"by server": f"{size_text(self.server_copied_bytes)} in {count}"}

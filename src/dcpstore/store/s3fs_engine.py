@@ -53,8 +53,8 @@ class S3fsStore:
         location: The root.
         storage_options: s3fs's own options.
         part_policy: How long to keep trying to send one part of `put_parts`, and to copy.
-        copy_part_bytes: Objects larger than this are copied in parts of this size. S3 copies
-            up to 5 GiB in one request, at about 100 MB/s; parts are copied beside one another.
+        copy_part_bytes: Objects larger than this are copied in parts of this size, several
+            beside one another. S3 copies no more than 5 GiB in one request.
 
     Raises:
         ConfigError: If s3fs is missing or an option is unknown to it.

@@ -1,0 +1,400 @@
+"""Copies that the provider makes by itself: which bytes pass here, and what proves the rest."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from compat_states import QUIET, assert_same, blank, pattern
+
+import dcpstore
+from dcpstore import AlreadyExistsError, CorruptError, RankFailures, StoreError
+from dcpstore.collectives.verbs import SingleGroup
+from dcpstore.convert import dcp_to_dcp
+from dcpstore.convert.dcp_memory import share_budget
+from dcpstore.convert.dcp_mirror import MirrorOfOurs, MirrorOfStock, mirror
+from dcpstore.convert.dcp_objects import CopyTask
+from dcpstore.keys import METADATA_KEY
+from dcpstore.progress import Meter
+from dcpstore.ranges import ByteRange
+from dcpstore.store import RetryPolicy, open_store
+from dcpstore.store.location import parse_location
+from dcpstore.store.s3fs_engine import S3fsStore
+from dcpstore.store.server_copy import server_copier
+from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
+from dcpstore.testing.ranks import run_ranks
+from dcpstore.testing.s3_wire import Fault
+
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")]
+
+MIB = 1 << 20
+ENGINES = ("obstore", "fsspec")
+WRITERS = ("ours", "stock")
+
+
+def model() -> dict[str, object]:
+    layers = {f"w{n}": pattern(torch.float32, (600, 1000), seed=n) for n in range(4)}
+    return {"model": layers, "bias": pattern(torch.bfloat16, (7,), seed=9), "step": 3}
+
+
+@pytest.fixture(scope="module")
+def buckets(moto_server, tmp_path_factory):
+    """Two buckets of one server, each with a checkpoint of ours and a stock one."""
+    state = model()
+    clients = [moto_server.create_bucket(name) for name in ("server-one", "server-two")]
+    options = moto_server.storage_options()
+    dcpstore.save(
+        state,
+        "s3://server-one/ours",
+        storage_options=options,
+        config=dcpstore.WriteConfig(object_bytes=3 * MIB),
+        progress=False,
+    )
+    folder = tmp_path_factory.mktemp("stock")
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    for path in folder.iterdir():
+        clients[0].put(f"stock/{path.name}", path.read_bytes())
+    return state, *clients
+
+
+@pytest.fixture
+def options(s3_server):
+    """The options that let each engine serve an S3 URL."""
+    given = s3_server.storage_options()
+    foreign = {"config_kwargs": {"user_agent_extra": "copy"}}  # obstore cannot honour it
+    return {"obstore": given, "fsspec": {**given, **foreign}}
+
+
+def copy(source, target, options, **more):
+    return dcp_to_dcp(source, target, source_options=options, target_options=options, **more)
+
+
+def load(state, url, options):
+    target = blank(state)
+    dcpstore.load(target, url, storage_options=options, progress=False)
+    return target
+
+
+def of_data(server) -> Counter[str]:
+    """Operations on data objects since the log was cleared."""
+    return Counter(one.operation for one in server.requests() if one.key.endswith(".distcp"))
+
+
+def data_of(client, prefix) -> list[str]:
+    return [key for key in client.keys(prefix) if key.endswith(".distcp")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "writer", "bucket"),
+    [
+        ("obstore", "ours", "server-one"),
+        ("obstore", "stock", "server-two"),
+        ("fsspec", "ours", "server-two"),
+        ("fsspec", "stock", "server-one"),
+    ],
+)
+def test_no_data_passes_through_a_copy_that_s3_makes(
+    s3_server, buckets, options, engine, writer, bucket
+) -> None:
+    state, *_ = buckets
+    target = f"s3://{bucket}/unread/{engine}-{writer}"
+    s3_server.clear_requests()
+    result = copy(f"s3://server-one/{writer}", target, options[engine], verify=False)
+    asked = of_data(s3_server)
+    assert asked.keys() <= {"CopyObject", "HeadObject"}
+    assert asked["CopyObject"] == len(result.objects) == result.num_server_copies
+    assert result.server_copied_bytes == result.stored_bytes
+    assert result.fetched_bytes == 0
+    assert f"by server  {result.server_copied_bytes / MIB:.1f} MiB in" in str(result)
+    assert_same(load(state, target, options[engine]), state)
+
+
+def test_blocks_are_proven_by_checksums_and_the_source_is_read_where_there_are_none(
+    s3_server, buckets, options
+) -> None:
+    state, *_ = buckets
+    fetched = {}
+    for writer in WRITERS:
+        s3_server.clear_requests()
+        target = f"s3://server-two/read/{writer}"
+        result = copy(f"s3://server-one/{writer}", target, options["obstore"])
+        assert of_data(s3_server)["PutObject"] == of_data(s3_server)["UploadPart"] == 0
+        read = [one for one in s3_server.requests() if one.operation == "GetObject"]
+        back = [one for one in read if one.bucket == "server-two" and one.range]
+        assert sum(one.num_bytes_out for one in back) == result.stored_bytes
+        fetched[writer] = result.fetched_bytes
+        assert_same(load(state, target, options["obstore"]), state)
+    assert fetched["stock"] == result.stored_bytes
+    assert 0 < fetched["ours"] < result.stored_bytes // 10
+
+
+def test_a_task_says_which_bytes_no_checksum_proves() -> None:
+    class Item:
+        def __init__(self, start: int, end: int) -> None:
+            self.payload = ByteRange(start, end)
+
+    def unproven(*payloads: tuple[int, int]) -> list[tuple[int, int]]:
+        items = tuple(Item(*one) for one in payloads)
+        return CopyTask("a", "b", 10 * MIB, items).unproven()
+
+    whole = (0, 10 * MIB)
+    assert unproven() == [whole]
+    assert unproven(whole) == unproven((0, 6 * MIB), (4 * MIB, 10 * MIB)) == []
+    assert unproven((100, 4 * MIB), (4 * MIB + 7, 10 * MIB - 1)) == [
+        (0, 100),
+        (4 * MIB, 4 * MIB + 7),
+        (10 * MIB - 1, 10 * MIB),
+    ]
+    assert unproven((100, 200), (300, 10 * MIB)) == [(0, 300)]
+
+
+class Damaging(RecordingStore):
+    """A store whose provider changes one byte of what it copies."""
+
+    def __init__(self, inner, client, prefix, share) -> None:
+        super().__init__(inner)
+        self._damage = lambda key, size: client.flip_bit(f"{prefix}/{key}", int(share * size))
+        self._once = threading.Lock()
+
+    def copy_from(self, origin, source_key, key, *, size_bytes, mode="overwrite") -> None:
+        super().copy_from(origin, source_key, key, size_bytes=size_bytes, mode=mode)
+        if self._once.acquire(blocking=False):
+            self._damage(key, size_bytes)
+
+
+def mirror_into(target, source_url, options, *, verify=True, source=None):
+    """Copy a checkpoint into an open store."""
+    with dcpstore.open_checkpoint(source_url, storage_options=options) as checkpoint:
+        how = MirrorOfStock(checkpoint, target)
+        if source_url.endswith("ours"):
+            writer = dcpstore.ObjectStoreWriter(target.url, storage_options=options)
+            how = MirrorOfOurs(checkpoint, writer)
+        return mirror(
+            SingleGroup(10),
+            how,
+            source or checkpoint.store,
+            target,
+            shares=share_budget(32 * MIB),
+            meter=Meter("copy"),
+            overwrite=False,
+            verify=verify,
+        )
+
+
+@pytest.mark.parametrize(
+    ("writer", "share", "said"),
+    [("ours", 0, "not what was sent"), ("ours", 0.4, "CRC32C"), ("stock", 0.9, "not what")],
+)
+def test_a_copy_that_the_server_damages_is_not_sealed(
+    buckets, options, writer, share, said
+) -> None:
+    _, _, client = buckets
+    prefix = f"damaged/{writer}-{share}"
+    inner = open_store(f"s3://server-two/{prefix}", storage_options=options["obstore"])
+    target = Damaging(inner, client, prefix, share)
+    with pytest.raises(RankFailures, match=f"distcp.*{said}") as caught:
+        mirror_into(target, f"s3://server-one/{writer}", options["obstore"])
+    assert isinstance(caught.value.exceptions[0], CorruptError)
+    assert client.keys(prefix) == []
+    assert target.counts["copy_from"] >= 1
+
+
+def test_damage_of_the_source_is_told_from_damage_of_the_copy(buckets, options) -> None:
+    state, client, _ = buckets
+    dcpstore.save(state, "s3://server-one/bad", storage_options=options["obstore"], progress=False)
+    (key,) = data_of(client, "bad/")
+    client.flip_bit(key, len(client.get(key)) // 2)
+    with pytest.raises(CorruptError, match=r"server-one/bad.*were copied so"):
+        copy("s3://server-one/bad", "s3://server-two/bad", options["obstore"])
+    assert buckets[2].keys("bad/") == []
+
+
+@pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (501, "NotImplemented")])
+def test_a_refusal_sends_the_bytes_through_this_process(
+    s3_server, buckets, options, caplog, status, code
+) -> None:
+    state, *_ = buckets
+    s3_server.clear_requests()
+    s3_server.add_fault(Fault("CopyObject", times=-1, status=status, code=code))
+    target = f"s3://server-two/refused/{code}"
+    with caplog.at_level(logging.WARNING, "dcpstore.convert"):
+        result = copy("s3://server-one/ours", target, options["obstore"])
+    assert result.num_server_copies == 0
+    assert result.fetched_bytes == result.stored_bytes
+    assert code in caplog.text
+    assert caplog.text.count("pass through this process") == 1
+    assert_same(load(state, target, options["obstore"]), state)
+
+
+def test_a_refusal_of_some_leaves_the_copies_of_the_others(s3_server, buckets, options) -> None:
+    state, *_ = buckets
+    s3_server.add_fault(Fault("CopyObject", skip=1, times=-1, status=403, code="AccessDenied"))
+    result = copy("s3://server-one/ours", "s3://server-two/some", options["obstore"])
+    assert result.num_server_copies == 1 < len(result.objects)
+    assert_same(load(state, "s3://server-two/some", options["obstore"]), state)
+
+
+def test_a_throttled_copy_is_asked_for_again(s3_server, buckets, options) -> None:
+    s3_server.add_fault(Fault("CopyObject", times=3))
+    result = copy("s3://server-one/ours", "s3://server-two/slow", options["obstore"])
+    assert result.num_server_copies == len(result.objects)
+
+
+def test_a_server_that_fails_for_long_ends_the_copy_and_leaves_nothing(buckets, options) -> None:
+    _, _, client = buckets
+    once = RetryPolicy(max_attempts=1)
+    inner = open_store("s3://server-two/failed", storage_options=options["obstore"], retry=once)
+    target = FaultyStore(inner, [StoreFault("error", "copy_from", at=1, times=None)])
+    with pytest.raises(RankFailures, match="scripted"):
+        mirror_into(target, "s3://server-one/ours", options["obstore"])
+    assert client.keys("failed/") == []
+
+
+def test_other_options_are_other_credentials(s3_server, buckets, options) -> None:
+    result = dcp_to_dcp(
+        "s3://server-one/ours",
+        "s3://server-two/strange",
+        source_options=options["obstore"],
+        target_options={**options["obstore"], "key": "somebody", "secret": "else"},
+    )
+    assert result.num_server_copies == 0
+    assert of_data(s3_server)["CopyObject"] == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stock_copy_never_replaces_an_object(s3_server, buckets, options, engine) -> None:
+    _, client, other = buckets
+    (key,) = data_of(client, "stock/")
+    name = key.rpartition("/")[2]
+    other.put(f"taken-{engine}/{name}", b"somebody's")
+    with pytest.raises(AlreadyExistsError, match="overwrite=True"):
+        copy("s3://server-one/stock", f"s3://server-two/taken-{engine}", options[engine])
+    assert other.keys(f"taken-{engine}/") == [f"taken-{engine}/{name}"]
+    assert other.get(f"taken-{engine}/{name}") == b"somebody's"
+    s3_server.clear_requests()
+    copy("s3://server-one/stock", f"s3://server-two/free-{engine}", options[engine])
+    copies = [one for one in s3_server.requests() if one.operation == "CopyObject"]
+    assert [one.is_conditional for one in copies] == [True]
+
+
+def test_what_another_copy_sealed_meanwhile_is_kept(buckets, options) -> None:
+    _, client, other = buckets
+
+    class SealedByAnother(RecordingStore):
+        """Somebody seals a copy with the same names just before this one does."""
+
+        def put(self, key, data, **more):
+            other.put(f"race/{METADATA_KEY}", b"theirs")
+            return super().put(key, data, **more)
+
+    inner = open_store("s3://server-two/race", storage_options=options["obstore"])
+    target = SealedByAnother(inner)
+    with pytest.raises(RankFailures, match="already holds"):
+        mirror_into(target, "s3://server-one/stock", options["obstore"], verify=False)
+    assert len(data_of(other, "race/")) == len(data_of(client, "stock/"))
+
+
+def test_ranks_share_what_the_server_copies(buckets, options) -> None:
+    state, *_ = buckets
+
+    def convert(group):
+        target = "s3://server-two/ranks"
+        return copy("s3://server-one/ours", target, options["obstore"], process_group=group)
+
+    one, other = run_ranks(2, convert, wait_s=60).values()
+    assert one.objects == other.objects
+    assert one.num_server_copies == other.num_server_copies
+    assert one.num_server_copies == len(one.objects) > 2
+    assert_same(load(state, "s3://server-two/ranks", options["obstore"]), state)
+
+
+def test_progress_counts_what_the_server_copied(buckets, options) -> None:
+    seen = []
+    result = copy(
+        "s3://server-one/ours",
+        "s3://server-two/progress",
+        options["obstore"],
+        progress=lambda state: seen.append((state.done_bytes, state.total_bytes)),
+    )
+    assert seen[-1] == (result.stored_bytes, result.stored_bytes)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_google_rewrites_objects(gcs_server, tmp_path, writer) -> None:
+    state, options = model(), gcs_server.storage_options()
+    source, target = (f"gs://contract/{tmp_path.name}/{name}" for name in ("a", "b"))
+    if writer == "ours":
+        dcpstore.save(state, source, storage_options=options, progress=False)
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+        dcp_to_dcp(tmp_path / "stock", source, target_options=options)
+    result = copy(source, target, options)
+    assert result.num_server_copies == len(result.objects)
+    assert_same(load(state, target, options), state)
+
+
+# --- parts -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(s3_server):
+    """A large object, and a store that copies it in parts of 5 MiB."""
+    client = s3_server.create_bucket("server-parts")
+    source = open_store("s3://server-parts/a", storage_options=s3_server.storage_options())
+    content = torch.arange(11 * MIB // 8).numpy().tobytes() + b"end"
+    source.put("large", content)
+    target = S3fsStore(
+        parse_location("s3://server-parts/b"),
+        s3_server.storage_options(),
+        part_policy=RetryPolicy(base_delay_s=0.01),
+        copy_part_bytes=5 * MIB,
+    )
+    s3_server.clear_requests()
+    return client, server_copier(source, target), content
+
+
+def test_a_large_object_is_copied_in_parts(s3_server, large) -> None:
+    client, copy_object, content = large
+    s3_server.add_fault(Fault("UploadPartCopy", times=2))
+    copy_object("large", "it", size_bytes=len(content))
+    assert client.get("b/it") == content
+    assert s3_server.counts()["UploadPartCopy"] == 3 + 2
+    with pytest.raises(AlreadyExistsError):
+        copy_object("large", "it", size_bytes=len(content), mode="create")
+
+
+def test_a_refused_part_leaves_no_upload(s3_server, large) -> None:
+    client, copy_object, content = large
+    s3_server.add_fault(Fault("UploadPartCopy", skip=1, times=-1, status=403, code="AccessDenied"))
+    with pytest.raises(StoreError, match="AccessDenied"):
+        copy_object("large", "refused", size_bytes=len(content))
+    assert client.open_uploads() == []
+    assert client.keys("b/refused") == []
+
+
+def test_a_copy_whose_answer_was_lost_is_its_own_success(s3_server, large) -> None:
+    client, copy_object, content = large
+    fault = Fault("CompleteMultipartUpload", kind="lost_ack", status=500, code="InternalError")
+    s3_server.add_fault(fault)
+    copy_object("large", "lost", size_bytes=len(content), mode="create")
+    assert client.get("b/lost") == content
+
+
+def test_what_cannot_copy_by_itself_is_never_asked_to(tmp_path, s3_server) -> None:
+    options = s3_server.storage_options()
+    s3 = open_store("s3://server-one/x", storage_options=options)
+    local, memory = open_store(tmp_path), open_store("memory://x")
+    azure = open_store("az://box/x", storage_options={"account_name": "me", "account_key": "a2V5"})
+    for source, target in [
+        (s3, local),
+        (local, s3),
+        (local, local),
+        (memory, memory),
+        (azure,) * 2,
+    ]:
+        assert server_copier(source, target) is None
+    assert server_copier(FaultyStore(s3), RecordingStore(s3)) is not None
