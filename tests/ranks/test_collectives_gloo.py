@@ -192,6 +192,24 @@ def lose_the_store(rank_to_die: int) -> tuple[list[int], str, float]:
         return list(caught.value.causes), caught.value.causes[0], time.monotonic() - began
 
 
+def fail_one_after_another() -> tuple[dict[int, str], float]:
+    """Rank 1 fails; rank 0, which waits for it, does; rank 2 waits for rank 0."""
+    with open_group(None, 0, 30) as group:
+        group.open_lanes()
+        data = bytearray(1000)
+        began = time.monotonic()
+
+        def share() -> None:
+            if group.rank == 1:
+                time.sleep(0.3)  # until the others wait
+                raise ArithmeticError("scripted")
+            group.post_receive(data, {0: 1, 2: 0}[group.rank]).wait(20)
+
+        with pytest.raises(RankFailures) as caught:
+            barrier(group, "share", share)
+        return caught.value.causes, time.monotonic() - began
+
+
 def hang_in_a_transfer() -> dict[int, str]:
     with open_group(None, 0, 20) as group:
         group.open_lanes()
@@ -314,6 +332,14 @@ def test_losing_the_store_names_who_held_it() -> None:
         assert ranks == [0]
         assert f"127.0.0.1:{port}" in cause
         assert took_s < 5
+
+
+def test_a_failure_is_told_at_once_to_those_who_wait_for_whoever_waits() -> None:
+    results = run_processes(3, fail_one_after_another)
+    for causes, took_s in results.values():
+        assert set(causes) == {0, 1, 2}
+        assert "scripted" in causes[1]
+        assert took_s < 10
 
 
 def test_a_transfer_from_a_hung_rank_fails_in_time_and_writes_nothing_later() -> None:

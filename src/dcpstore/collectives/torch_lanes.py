@@ -3,10 +3,15 @@
 A wait on gloo that times out closes every connection of that rank's backend. That is why the
 backend is never the trainer's, and it is also what makes a failure safe: nothing arrives any
 more in a buffer that its owner has given up.
+
+A rank that closes its lanes first lets its sends end, within moments. gloo tells a receiver that
+the connection is gone only between messages: one that has the beginning of a message would wait
+for the rest until its time is over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections import defaultdict
@@ -21,6 +26,9 @@ from typing_extensions import Buffer
 from dcpstore.collectives.group import Pending
 
 __all__ = ["TorchLanes"]
+
+_UNUSED_TAG = 2**31 - 1
+_LAST_SENDS_S = 2.0  # a peer that is well takes what was sent; others shall not cost more
 
 
 class TorchLanes:
@@ -38,6 +46,7 @@ class TorchLanes:
         self._backend = backend
         self._device = device
         self._num_posted: dict[tuple[str, int], int] = defaultdict(int)
+        self._sending: set[Any] = set()
         self._is_healthy = True
 
     @property
@@ -55,6 +64,7 @@ class TorchLanes:
         host = _as_tensor(data)
         tensor = host if self._device is None else host.to(self._device, copy=True)
         work = self._post(lambda: self._backend.send([tensor], to, self._next_tag("to", to)))
+        self._sending.add(work)
         return _TorchPending(self, work, (data, host, tensor))
 
     def receive(self, into: Buffer, source: int) -> Pending:
@@ -75,8 +85,26 @@ class TorchLanes:
         """Close them; transfers on their way fail. Idempotent."""
         self._is_healthy = False
         backend, self._backend = self._backend, None
-        if backend is not None and hasattr(backend, "abort"):  # not in torch 2.6
+        if backend is None:
+            return
+        if self._device is None:
+            self._end_sends()
+        if hasattr(backend, "abort"):  # not in torch 2.6
             backend.abort()
+        if self._device is None:
+            _disconnect(backend)
+
+    def note_done(self, work: Any) -> None:
+        """Forget a transfer that ended well."""
+        self._sending.discard(work)
+
+    def _end_sends(self) -> None:
+        ends = time.monotonic() + _LAST_SENDS_S
+        while self._sending:
+            work = self._sending.pop()
+            # Its peer is gone, or too slow; a wait that times out ends the others, too.
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
 
     def _post(self, begin: Callable[[], Any]) -> Any:
         if self._backend is None:
@@ -91,7 +119,7 @@ class TorchLanes:
         # gloo matches by tag, so that two transfers can never be taken for each other.
         tag = self._num_posted[direction, peer]
         self._num_posted[direction, peer] = tag + 1
-        return tag % 2**31
+        return tag % _UNUSED_TAG
 
 
 class _TorchPending:
@@ -128,7 +156,20 @@ class _TorchPending:
             if time.monotonic() >= ends:
                 raise TimeoutError(f"not done after {timeout_s:g} s: {message}") from error
             raise ConnectionError(message) from error
+        self._lanes.note_done(self._work)
         self._buffers = self._fills = self._work = None
+
+
+def _disconnect(backend: Any) -> None:
+    """Close gloo's connections, which its abort leaves open once one of them has failed.
+
+    The others would wait on theirs until their time is over. A wait that times out closes all.
+    """
+    byte = torch.empty(1, dtype=torch.uint8)
+    for peer in range(backend.size()):
+        if peer != backend.rank():
+            with contextlib.suppress(RuntimeError):
+                backend.recv([byte], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def _wait_for_device(work: Any, ends: float) -> None:
