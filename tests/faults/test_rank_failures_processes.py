@@ -121,7 +121,7 @@ def survivors_raise(scenario: Scenario, folder: Path) -> str:
             error, seconds = job.hear(rank)
             if not isinstance(error, RankFailures):
                 return f"{scenario}: rank {rank} raised {error!r}"
-            if seconds > DEADLINE_S + 3:
+            if seconds > DEADLINE_S + 5:
                 return f"{scenario}: rank {rank} raised after {seconds:.1f} s"
             check_names(error, scenario.ranks, "hang")
         left = [path.name for path in (folder / "0").glob("*")]
