@@ -26,7 +26,7 @@ from dcpstore.convert.dcp_objects import CopyTask
 from dcpstore.convert.dcp_share import own_run
 from dcpstore.convert.dcp_transfer import Copied, Transfer, copy_objects, verify_copies
 from dcpstore.convert.output import MIN_OUTPUT_BYTES, Outputs, is_surely_unpublished
-from dcpstore.errors import AlreadyExistsError, RankFailures
+from dcpstore.errors import AlreadyExistsError, CorruptError, RankFailures
 from dcpstore.keys import METADATA_KEY, data_key, save_id_of
 from dcpstore.manifest import DataObject, StoredItem, decode
 from dcpstore.progress import Meter
@@ -104,6 +104,19 @@ class MirrorOfOurs:
         self._writer.finish(replace(self._checkpoint.metadata), [results])
 
 
+def _size_of(source: Store, key: str, end: int) -> int:
+    size_bytes = source.head(key).size_bytes
+    if size_bytes < end:
+        raise CorruptError(
+            f"{source.url}: object {key} has {size_bytes} bytes, and the metadata refer to {end}."
+            " Nothing was written",
+            key=key,
+            start=size_bytes,
+            end=end,
+        )
+    return size_bytes
+
+
 class MirrorOfStock:
     """Copies a checkpoint by a stock writer, all names and bytes as they are.
 
@@ -128,8 +141,10 @@ class MirrorOfStock:
                 " Nothing was written"
             )
         source = self._checkpoint.store
-        names = sorted({item.key for item in self._checkpoint.metadata.storage_data.values()})
-        return [CopyTask(key, key, source.head(key).size_bytes) for key in names]
+        ends: dict[str, int] = {}
+        for item in self._checkpoint.metadata.storage_data.values():
+            ends[item.key] = max(ends.get(item.key, 0), item.record.end)
+        return [CopyTask(key, key, _size_of(source, key, end)) for key, end in sorted(ends.items())]
 
     def seal(self, stored: Mapping[str, DataObject]) -> None:
         """Put the metadata, as it was."""
