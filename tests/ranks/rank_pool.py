@@ -25,6 +25,9 @@ from typing import Any
 __all__ = ["RankPool", "RanksFailed"]
 
 GROUP_TIMEOUT_S = 100  # a machine that is busy with other tests is slow
+# Meshes and wrappers that a call makes open gloo groups, which end with the default one and until
+# then wake up a hundred times a second each.
+CALLS_PER_GROUP = 4
 
 
 class RanksFailed(Exception):
@@ -34,7 +37,7 @@ class RanksFailed(Exception):
 class RankPool:
     """Runs one function on every rank of a gloo group of any size up to ``num_ranks``.
 
-    A group is kept as long as the next call wants the same size. After a failure the
+    A group is kept for some calls, as long as they want the same size. After a failure the
     processes are started anew, since a peer may wait for ever. They end with the pool,
     and with the process that made it. Close it, or use it as a context manager.
 
@@ -50,6 +53,7 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._world_size = 0
         self._num_groups = 0
+        self._num_calls = 0
 
     def __enter__(self) -> RankPool:
         return self
@@ -72,9 +76,11 @@ class RankPool:
             RanksFailed: With the traceback of every rank that raised or hung.
         """
         self._start()
-        if world_size != self._world_size:
+        if world_size != self._world_size or self._num_calls == CALLS_PER_GROUP:
             self._world_size = world_size
             self._num_groups += 1
+            self._num_calls = 0
+        self._num_calls += 1
         file = self._folder / f"group-{os.getpid()}-{self._num_groups}"
         call = pickle.dumps((world_size, str(file), function, args))
         # Idle ranks hear it too: they leave the group they were in.
