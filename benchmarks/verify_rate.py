@@ -22,6 +22,7 @@ from benchmarks.gauge import measured
 from benchmarks.link import Link
 from benchmarks.processes import Server
 from benchmarks.scenarios import LINKS
+from benchmarks.systems.bare import open_bare
 from benchmarks.want import Place
 from dcpstore import ReadConfig
 from dcpstore.audit.verify import verify_checkpoint
@@ -49,21 +50,9 @@ def _save(kind: str, url: str, options: dict[str, Any], num_bytes: int) -> None:
 def _download(url: str, options: dict[str, Any]) -> int:
     """Get every data object in ranges with obstore alone and drop the bytes."""
     import obstore
-    from obstore.store import S3Store
 
     config = ReadConfig()
-    bucket, _, folder = url.removeprefix("s3://").partition("/")
-    store = S3Store(
-        bucket,
-        config={
-            "access_key_id": options["key"],
-            "secret_access_key": options["secret"],
-            "endpoint": options["endpoint_url"],
-            "region": "us-east-1",
-            "unsigned_payload": True,
-        },
-        client_options={"allow_http": True, "timeout": "15min"},
-    )
+    store, folder = open_bare(url, options)
     sizes = {
         info.key: info.size_bytes
         for info in open_store(url, storage_options=options).list()

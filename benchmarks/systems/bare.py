@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.systems.base import StateDict, System
 
-__all__ = ["bare"]
+__all__ = ["bare", "open_bare"]
 
 
 def bare(label: str, layout: str) -> System:
@@ -15,8 +15,8 @@ def bare(label: str, layout: str) -> System:
     return System(label=label, layout=layout, save=_save, load=_load, is_bare=True)
 
 
-def _store(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """Return obstore's client with the settings that ours uses, and the folder in it."""
+def open_bare(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """Return obstore's client with the settings that ours uses, and the folder in its bucket."""
     from obstore.store import S3Store
 
     bucket, _, folder = url.removeprefix("s3://").partition("/")
@@ -31,7 +31,7 @@ def _store(url: str, options: dict[str, Any]) -> tuple[Any, str]:
         },
         client_options={"allow_http": True, "timeout": "15min"},
     )
-    return store, f"{folder}/all"
+    return store, folder
 
 
 def _save(state: StateDict, url: str, options: dict[str, Any]) -> None:
@@ -44,10 +44,10 @@ def _save(state: StateDict, url: str, options: dict[str, Any]) -> None:
     config = WriteConfig()
     (payload,) = (memoryview(tensor.view(torch.uint8).numpy().data) for tensor in state.values())
     starts = range(0, len(payload), config.part_bytes)
-    store, key = _store(url, options)
+    store, folder = open_bare(url, options)
     obstore.put(
         store,
-        key,
+        f"{folder}/all",
         iter([payload[start : start + config.part_bytes] for start in starts]),
         use_multipart=True,
         chunk_size=config.part_bytes,
@@ -62,12 +62,12 @@ def _load(state: StateDict, url: str, options: dict[str, Any]) -> None:
     from dcpstore import ReadConfig
 
     config = ReadConfig()
-    store, key = _store(url, options)
+    store, folder = open_bare(url, options)
     total = sum(tensor.nbytes for tensor in state.values())
 
     def get(start: int) -> int:
         end = min(total, start + config.request_bytes)
-        return len(obstore.get_range(store, key, start=start, end=end))
+        return len(obstore.get_range(store, f"{folder}/all", start=start, end=end))
 
     with ThreadPoolExecutor(config.max_requests) as executor:
         assert sum(executor.map(get, range(0, total, config.request_bytes))) == total
