@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import os
 from collections.abc import Callable, Iterator
 
+import botocore.loaders
 import pytest
 
 from dcpstore.cli.main import main as cli_main
@@ -17,7 +19,10 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[MotoServer]:
     """One embedded S3 for the whole run; tests use buckets of their own."""
-    with MotoServer() as server:
+    # Else each store on s3fs parses a megabyte of botocore's JSON: half the time of such a test.
+    create_loader = functools.cache(botocore.loaders.create_loader)
+    with pytest.MonkeyPatch.context() as patch, MotoServer() as server:
+        patch.setattr("botocore.session.create_loader", create_loader)
         yield server
 
 
