@@ -1,4 +1,4 @@
-"""The columns of all ranks' items, in the order of their layout.
+"""Where all ranks' items begin and end, in the order of their layout.
 
 Ranks are decoded a few at a time and written into place at once, so that their own
 columns never pile up::
@@ -7,11 +7,13 @@ columns never pile up::
     r0: w v b ..                            w: .. | r0 r1 r2 .. | ..
     r1: w v b ..     -- transposed -->      v: .. | r0 r1 r2 .. | ..
     r2: w v b ..                            b: .. | r0 r1 r2 .. | ..
+
+Key and rank of an item follow from its place; to store them would double the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +24,41 @@ from dcpstore.planning.exchange.layout import Layout, LooseRun, Segment, lay_out
 from dcpstore.planning.exchange.table import KeyTable
 from dcpstore.planning.exchange.wire import PackedPlan, PartKind, PlanFlag
 
-__all__ = ["Items", "read_items"]
+__all__ = ["Boxes", "Items", "read_items"]
 
 _RANKS_PER_BLOCK = 64  # 64 x 1,000 x 4 bytes stay in the cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """Items that do not fill all dimensions after the first of their tensor.
+
+    Attributes:
+        at: Their places in the layout, ascending.
+        offsets: Boxes x later dimensions, padded with 0.
+        sizes: The same, padded with 1.
+    """
+
+    at: Ints
+    offsets: Ints
+    sizes: Ints
+
+    @property
+    def num_dims(self) -> int:
+        """Dimensions after the first."""
+        return int(self.sizes.shape[1])
+
+    def rows_of(self, at: Ints) -> Ints | None:
+        """Return, per place, the row of the box there or -1; None if no place has one."""
+        if not len(at) or not len(self.at):
+            return None
+        low, end = np.searchsorted(self.at, (at.min(), at.max() + 1)).tolist()
+        if low == end:
+            return None
+        near = self.at[low:end]
+        row = np.searchsorted(near, at).clip(max=end - low - 1)
+        is_one = near[row] == at
+        return np.where(is_one, low + row, -1) if bool(is_one.any()) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,23 +66,14 @@ class Items:
     """The items of all ranks, in the order of ``layout``.
 
     Attributes:
-        key: Row of the joined table.
-        rank: Who planned it.
         start, length: As in `SaveColumns`.
-        box_at: Positions of the boxes, in no order.
-        box_offsets, box_sizes: As in `SaveColumns`, one row per element of ``box_at``.
-        box_row: Per item, its row among the boxes or -1; None if there are no boxes.
+        boxes: Those that are boxes.
     """
 
     layout: Layout
-    key: Ints
-    rank: Ints
     start: Ints
     length: Ints
-    box_at: Ints
-    box_offsets: Ints
-    box_sizes: Ints
-    box_row: Ints | None
+    boxes: Boxes
 
 
 def read_items(plans: Sequence[PackedPlan], table: KeyTable) -> Items:
@@ -62,16 +87,19 @@ def read_items(plans: Sequence[PackedPlan], table: KeyTable) -> Items:
         for rank, plan in enumerate(plans)
         if plan.flags & PlanFlag.HAS_ROW_NUMBERS
     }
-    layout, loose = lay_out(
+    layout = lay_out(
         [plan.num_items for plan in plans],
         table,
         {rank: one.row for rank, one in irregular.items() if one.row is not None},
     )
-    filler = _Filler(layout, loose)
+    filler = _Filler(layout)
     for low in range(0, len(plans), _RANKS_PER_BLOCK):
         high = min(low + _RANKS_PER_BLOCK, len(plans))
         filler.fill(low, [irregular.get(r) or _decode(plans[r]) for r in range(low, high)])
-    return filler.finish()
+    items = filler.finish()
+    if items.boxes.num_dims >= table.step.shape[1] and len(items.boxes.at):
+        raise CorruptError("a packed plan's box has more dimensions than any tensor")
+    return items
 
 
 def _decode(plan: PackedPlan) -> SaveColumns:
@@ -87,15 +115,12 @@ def _decode(plan: PackedPlan) -> SaveColumns:
 class _Filler:
     """Writes the ranks' columns into place, block by block of ranks."""
 
-    def __init__(self, layout: Layout, loose: Mapping[int, Sequence[LooseRun]]) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._loose = loose
         total = int(layout.num_items.sum())
         self._start = np.empty(total, np.int32)
         self._length = np.empty(total, np.int32)
-        self._box_item: list[Ints] = []
-        self._box_offsets: list[Ints] = []
-        self._box_sizes: list[Ints] = []
+        self._boxes: list[tuple[Ints, Ints, Ints]] = []  # item of its rank, offsets, sizes
         self._num_boxes = np.zeros(len(layout.num_items), np.int64)
 
     def fill(self, low: int, columns: Sequence[SaveColumns]) -> None:
@@ -111,12 +136,16 @@ class _Filler:
                 self._transpose(segment, first, of_ranks)
         for rank in range(low, high):
             one = columns[rank - low]
-            for first, at, keys in self._loose.get(rank, ()):
-                end = at + len(keys)
-                self._start[at:end] = one.start[first : first + len(keys)]
-                self._length[at:end] = one.length[first : first + len(keys)]
+            for run in self._layout.loose.get(rank, ()):
+                self._copy(run, one)
             self._num_boxes[rank] = len(one.box_item)
         self._keep_boxes([one for one in columns if len(one.box_item)])
+
+    def _copy(self, run: LooseRun, columns: SaveColumns) -> None:
+        first, at, keys = run
+        end = at + len(keys)
+        self._start[at:end] = columns.start[first : first + len(keys)]
+        self._length[at:end] = columns.length[first : first + len(keys)]
 
     def _transpose(self, segment: Segment, first: int, columns: Sequence[SaveColumns]) -> None:
         count, num_ranks = len(segment.keys), len(segment.ranks)
@@ -136,50 +165,25 @@ class _Filler:
         if not columns:
             return
         num_dims = max(one.box_sizes.shape[1] for one in columns)
-        self._box_item.append(np.concatenate([one.box_item for one in columns]))
-        self._box_offsets.append(
-            np.concatenate([_widen(one.box_offsets, num_dims, 0) for one in columns])
-        )
-        self._box_sizes.append(
-            np.concatenate([_widen(one.box_sizes, num_dims, 1) for one in columns])
-        )
+        item = np.concatenate([one.box_item for one in columns])
+        offsets = np.concatenate([_widen(one.box_offsets, num_dims, 0) for one in columns])
+        sizes = np.concatenate([_widen(one.box_sizes, num_dims, 1) for one in columns])
+        self._boxes.append((item, offsets, sizes))
 
     def finish(self) -> Items:
         """Return the items of all ranks."""
-        layout, total = self._layout, len(self._start)
-        key, rank = np.empty(total, np.int32), np.empty(total, np.int32)
-        for segment in layout.segments:
-            place = slice(segment.at, segment.end)
-            shape = (len(segment.keys), len(segment.ranks))
-            key[place].reshape(shape)[:] = segment.keys[:, None]
-            rank[place].reshape(shape)[:] = segment.ranks
-        rank[layout.first_loose :] = layout.loose_rank
-        for runs in self._loose.values():
-            for _, at, keys in runs:
-                key[at : at + len(keys)] = keys
-        box_at, box_row = self._place_boxes(), None
-        num_dims = max((boxes.shape[1] for boxes in self._box_sizes), default=0)
-        if len(box_at):
-            box_row = np.full(total, -1, np.int32)
-            box_row[box_at] = np.arange(len(box_at), dtype=np.int32)
-        return Items(
-            layout,
-            key,
-            rank,
-            self._start,
-            self._length,
-            box_at,
-            _join([_widen(boxes, num_dims, 0) for boxes in self._box_offsets], num_dims),
-            _join([_widen(boxes, num_dims, 1) for boxes in self._box_sizes], num_dims),
-            box_row,
-        )
-
-    def _place_boxes(self) -> Ints:
-        item = _join([boxes[:, None] for boxes in self._box_item], 1)[:, 0]
-        at = np.full(len(item), -1, np.int64)
-        if len(item):
-            _place_boxes(self._layout, item, at, self._num_boxes)
-        return at
+        num_dims = max((sizes.shape[1] for _, _, sizes in self._boxes), default=0)
+        item = _join([item[:, None] for item, _, _ in self._boxes], 1)[:, 0]
+        offsets = _join([_widen(one, num_dims, 0) for _, one, _ in self._boxes], num_dims)
+        sizes = _join([_widen(one, num_dims, 1) for _, _, one in self._boxes], num_dims)
+        self._boxes.clear()
+        at = _places(self._layout, item, self._num_boxes)
+        order = np.argsort(at, kind="stable")
+        at = at[order]
+        if bool((at[1:] == at[:-1]).any()):
+            raise CorruptError("a packed plan places two boxes in one item")
+        boxes = Boxes(at, offsets[order], sizes[order])
+        return Items(self._layout, self._start, self._length, boxes)
 
 
 def _join(blocks: Sequence[Ints], num_dims: int) -> Ints:
@@ -192,10 +196,11 @@ def _widen(boxes: Ints, num_dims: int, padding: int) -> Ints:
     return np.pad(boxes, ((0, 0), (0, missing)), constant_values=padding) if missing else boxes
 
 
-def _place_boxes(layout: Layout, item: Ints, at: Ints, counts: Ints) -> None:
-    """Turn the boxes' (rank, item), sorted by rank, into positions in the layout."""
+def _places(layout: Layout, item: Ints, counts: Ints) -> Ints:
+    """Turn items of ranks, ``counts`` of each rank one after the other, into places."""
+    at = np.full(len(item), -1, np.int64)
     rank = np.repeat(np.arange(len(counts)), counts)
-    if (item >= layout.num_items[rank]).any():
+    if bool((item >= layout.num_items[rank]).any()):
         raise CorruptError("a packed plan places a box that is no item of it")
     first_box = np.cumsum(counts) - counts
     for segment in layout.segments:
@@ -212,6 +217,7 @@ def _place_boxes(layout: Layout, item: Ints, at: Ints, counts: Ints) -> None:
         order = np.argsort(loose, kind="stable")
         found = np.searchsorted(loose[order], rank[rest] * step + item[rest])
         at[rest] = layout.first_loose + order[found]
+    return at
 
 
 def _ranges(first: Ints, counts: Ints) -> Ints:

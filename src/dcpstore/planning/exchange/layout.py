@@ -57,12 +57,16 @@ class Layout:
     Attributes:
         num_items: Items per rank.
         segments: The matrices, without gaps from 0 on.
-        loose_rank: Rank of each item behind the segments.
+        loose: Per rank that has some, its runs of items behind the segments.
+        loose_key: Key of each item behind the segments.
+        loose_rank: Its rank.
         loose_item: Its position in that rank's plan.
     """
 
     num_items: Ints
     segments: tuple[Segment, ...]
+    loose: Mapping[int, Sequence[LooseRun]]
+    loose_key: Ints
     loose_rank: Ints
     loose_item: Ints
 
@@ -97,18 +101,13 @@ class _Chain:
     first_item: list[int] = field(default_factory=list)
 
 
-def lay_out(
-    num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int, Ints]
-) -> tuple[Layout, dict[int, list[LooseRun]]]:
+def lay_out(num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int, Ints]) -> Layout:
     """Decide where each rank's items go.
 
     Args:
         num_items: Items per rank.
         table: Their keys.
         row_numbers: Per rank whose items do not follow its table, each item's row in it.
-
-    Returns:
-        The layout, and per rank the runs of items behind the segments.
 
     Raises:
         CorruptError: If the numbers of items and keys do not fit together.
@@ -130,13 +129,14 @@ def lay_out(
         runs_of.setdefault(rank, []).append((first, at, keys))
         at += len(keys)
     lengths = [len(keys) for _, _, keys in loose]
-    layout = Layout(
+    return Layout(
         num_items=np.array(num_items, np.int64),
         segments=tuple(segments),
+        loose=runs_of,
+        loose_key=_concatenate([keys for _, _, keys in loose]),
         loose_rank=np.repeat(np.array([rank for rank, _, _ in loose], np.int64), lengths),
         loose_item=_concatenate([np.arange(i, i + len(keys)) for _, i, keys in loose]),
     )
-    return layout, runs_of
 
 
 def _chains(

@@ -51,6 +51,9 @@ class KeyTable:
         conflicts: Rows that contradict ``rows``.
         rows_bound: Per key, rows of the tensor (1 for 0-d ones; no bound for values).
         inner: Per key, elements in one row.
+        inner_sizes: Per key, the sizes after the first dimension, padded with 1.
+        item_bytes: Per key, the bytes of an element.
+        is_value: Per key, whether it is a value and no tensor.
         base: Per key, where its addresses start; one more at the end. See `address_step`.
         step: Per key, the address of offset 1 in each dimension, padded with 0.
     """
@@ -62,6 +65,7 @@ class KeyTable:
     conflicts: list[KeyConflict]
     rows_bound: Ints = field(init=False)
     inner: Ints = field(init=False)
+    inner_sizes: Ints = field(init=False)
     item_bytes: Ints = field(init=False)
     is_value: Ints = field(init=False)
     base: Ints = field(init=False)
@@ -77,6 +81,10 @@ class KeyTable:
         object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "item_bytes", np.array([r.item_bytes for r in rows], np.int64))
         object.__setattr__(self, "is_value", values)
+        num_inner = max((len(row.size) for row in rows), default=1) - 1
+        sizes = [(*row.size[1:], *(1,) * (num_inner - len(row.size[1:]))) for row in rows]
+        by_key = np.array(sizes, np.int64).reshape(len(rows), max(num_inner, 0))
+        object.__setattr__(self, "inner_sizes", by_key)
         step, extents = _addresses(rows)
         object.__setattr__(self, "step", step)
         object.__setattr__(self, "base", extents)
