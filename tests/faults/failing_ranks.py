@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +62,7 @@ class Bomb:
         ranks: The failing ranks.
         kind: How they fail.
         release: Ends a hang, where ranks are threads.
+        away: Entered by a rank while it hangs.
     """
 
     phase: str
@@ -69,6 +70,7 @@ class Bomb:
     kind: Kind
     release: threading.Event = field(default_factory=threading.Event)
     is_armed: bool = True
+    away: Callable[[int], AbstractContextManager[None]] = lambda _rank: nullcontext()
 
     def at(self, phase: str, rank: int) -> None:
         """Go off, if this is the place."""
@@ -85,7 +87,8 @@ class Bomb:
             raise StoreError(f"403: {text}", key="somewhere", denied=True)
         if self.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        self.release.wait(100)
+        with self.away(rank):
+            self.release.wait(100)
 
 
 class BombStore:
@@ -232,6 +235,7 @@ class Job:
         opener: Opens the store behind the bomb.
         bomb: What goes wrong.
         options: More for `dcpstore.save` and `dcpstore.load`.
+        clock: What `fail` counts seconds by.
     """
 
     group: Any
@@ -240,6 +244,7 @@ class Job:
     opener: Callable[..., Store]
     bomb: Bomb
     options: dict[str, Any] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
 
     def _open(self, *args: Any, **options: Any) -> Any:
         return BombStore(self.opener(*args, **options), self.bomb, self.rank)
@@ -272,15 +277,15 @@ class Job:
 
     def fail(self) -> tuple[BaseException | None, float]:
         """Save or load with the bomb; return what was raised, and the seconds until then."""
-        began_s = time.monotonic()
+        began_s = self.clock()
         try:
             if self.bomb.phase in SAVE_PHASES:
                 self.save(1)
             else:
                 self.load(0)
         except BaseException as error:
-            return error, time.monotonic() - began_s
-        return None, time.monotonic() - began_s
+            return error, self.clock() - began_s
+        return None, self.clock() - began_s
 
 
 @dataclass(frozen=True)

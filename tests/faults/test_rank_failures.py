@@ -1,6 +1,7 @@
 """Whatever goes wrong on whichever ranks of a save or load, all ranks know, and in time.
 
-Ranks are threads here; `test_rank_failures_processes` runs a part of it on processes.
+Ranks are threads here, and their time passes only while all of them wait: how fast the machine
+is decides nothing. `test_rank_failures_processes` runs a part of it on processes.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from dcpstore import RankFailures, StoreError
+from dcpstore.testing.rank_time import RankTime
 from dcpstore.testing.ranks import ThreadRanks
 from faults.failing_ranks import (
     LOAD_PHASES,
@@ -30,8 +31,10 @@ from faults.failing_ranks import (
 from faults.places import Backend
 
 PHASES = SAVE_PHASES + LOAD_PHASES
-PROMPT_S = 20
-"""Within this, ranks that do not wait for a silent one must have raised; they may wait for 60."""
+DEADLINE_S = 60.0
+PROMPT_S = 1.0
+"""Within this, ranks that do not wait for a silent one must have raised: a coordinator that is
+interrupted waits so long for the others' answers."""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Outcome:
 
     Attributes:
         errors: What each rank raised.
-        seconds: Until each rank raised.
+        seconds: Until each rank raised, of the ranks' time.
         left: The objects of the failed save that were there when all ranks had raised.
         is_sealed: Whether a checkpoint was there then.
     """
@@ -51,11 +54,10 @@ class Outcome:
     is_sealed: bool = False
 
 
-def fail(
-    phase: str, failing: tuple[int, ...], kind: Kind, coordinator: int, deadline_s: float = 60
-) -> Outcome:
+def fail(phase: str, failing: tuple[int, ...], kind: Kind, coordinator: int) -> Outcome:
     """Fail once, then save and load well on the same group."""
-    backend, bomb, outcome = Backend(), Bomb(phase, failing, kind), Outcome()
+    backend, clock, outcome = Backend(), RankTime(NUM_RANKS), Outcome()
+    bomb = Bomb(phase, failing, kind, away=clock.away)
     all_raised = threading.Barrier(NUM_RANKS)
     survivors_raised = threading.Barrier(NUM_RANKS - len(failing), action=bomb.release.set)
 
@@ -66,7 +68,7 @@ def fail(
 
     def work(group: Any) -> None:
         rank = group.rank
-        job = Job(BombGroup(group, bomb), rank, "memory://backend", opener, bomb)
+        job = Job(BombGroup(group, bomb), rank, "memory://backend", opener, bomb, clock=clock)
         if phase in LOAD_PHASES:
             bomb_away = Job(group, rank, job.url, opener, Bomb("", (), "error"))
             bomb_away.save(0)
@@ -74,11 +76,12 @@ def fail(
             if group.is_coordinator:
                 before.update(backend.names())
         outcome.errors[rank], outcome.seconds[rank] = job.fail()
-        if kind == "hang" and rank not in failing:
-            survivors_raised.wait(30)
-        if all_raised.wait(60) == 0:
-            disarm()
-        all_raised.wait(60)
+        with clock.away(rank):
+            if kind == "hang" and rank not in failing:
+                survivors_raised.wait(100)
+            if all_raised.wait(100) == 0:
+                disarm()
+            all_raised.wait(100)
         if outcome.is_sealed:
             job.load(1)
         job.save(2)
@@ -88,7 +91,7 @@ def fail(
         return backend.shared
 
     before: set[str] = set()
-    ranks = ThreadRanks(NUM_RANKS, coordinator=coordinator, deadline_s=deadline_s)
+    ranks = ThreadRanks(NUM_RANKS, coordinator=coordinator, deadline_s=DEADLINE_S, rank_time=clock)
     ranks.run(work, wait_s=110).values()
     return outcome
 
@@ -104,7 +107,7 @@ def check(
         assert isinstance(error, RankFailures), f"rank {rank} raised {error!r}"
         check_names(error, failing, kind)
         if rank not in failing:
-            assert outcome.seconds[rank] < within_s
+            assert outcome.seconds[rank] <= within_s
     told = [error.causes for error in outcome.errors if isinstance(error, RankFailures)]
     assert all(causes == told[0] for causes in told), "ranks were told different things"
     if kind == "denied" or phase != "finish":
@@ -156,9 +159,10 @@ KINDS: tuple[Kind, ...] = ("error", "unpicklable", "interrupt", "denied")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_failing_rank_fails_all_ranks_and_leaves_nothing(phase: str, kind: Kind) -> None:
-    # Each phase meets each kind and each set of ranks; the campaign has all their pairs.
-    turn = KINDS.index(kind)
-    check_all(phase, kind, sets_of(phase)[turn :: len(KINDS)])
+    # Every phase and every set of ranks meets every kind; the campaign has all triples.
+    sets = sets_of(phase)
+    turn = PHASES.index(phase) + 2 * KINDS.index(kind)
+    check_all(phase, kind, [sets[turn % len(sets)]])
 
 
 @pytest.mark.campaign
@@ -174,26 +178,12 @@ def check_all(phase: str, kind: Kind, sets: Sequence[tuple[tuple[int, ...], int]
         check(fail(phase, failing, kind, coordinator), phase, failing, kind, PROMPT_S)
 
 
-HANG_DEADLINE_S = 5.0
-
-
-@pytest.mark.parametrize("num_sets", [1, pytest.param(4, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("phases", [SAVE_PHASES, LOAD_PHASES], ids=["save", "load"])
-def test_a_hanging_rank_fails_all_ranks_by_the_deadline(
-    phases: tuple[str, ...], num_sets: int
-) -> None:
-    # Whoever waits needs no processor: all cases of a kind at once.
-    cases = [(phase, *case) for phase in phases for case in sets_of(phase)[-num_sets:]]
-    with ThreadPoolExecutor(len(cases)) as executor:
-        futures = [
-            executor.submit(fail, phase, failing, "hang", coordinator, HANG_DEADLINE_S)
-            for phase, failing, coordinator in cases
-        ]
-        outcomes = [future.result() for future in futures]
-    problems = []
-    for (phase, failing, coordinator), outcome in zip(cases, outcomes, strict=True):
-        try:
-            check(outcome, phase, failing, "hang", HANG_DEADLINE_S + 5)
-        except AssertionError as error:
-            problems.append(f"{phase}, {failing} hang, {coordinator} coordinates: {error}")
-    assert not problems, "\n".join(problems)
+@pytest.mark.parametrize("num_sets", [1, pytest.param(7, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_hanging_rank_fails_all_ranks_by_the_deadline(phase: str, num_sets: int) -> None:
+    for failing, coordinator in sets_of(phase)[-num_sets:]:
+        print(f"{failing} hang, {coordinator} coordinates")
+        outcome = fail(phase, failing, "hang", coordinator)
+        check(outcome, phase, failing, "hang", DEADLINE_S)
+        survivors = [rank for rank in range(NUM_RANKS) if rank not in failing]
+        assert any(outcome.seconds[rank] > PROMPT_S for rank in survivors), "nobody waited"

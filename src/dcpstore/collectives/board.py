@@ -7,10 +7,13 @@ value for everybody, so that ranks agree on an outcome even where the coordinato
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
-__all__ = ["Board", "BoardLostError", "MemoryBoard"]
+__all__ = ["Board", "BoardLostError", "EventWait", "MemoryBoard"]
+
+EventWait: TypeAlias = Callable[[threading.Event, float], bool]
+"""Waits for an event, for so many seconds at most; whether it came."""
 
 
 class BoardLostError(Exception):
@@ -73,9 +76,14 @@ class _Waiter:
 
 
 class MemoryBoard:
-    """A board in this process's memory, for ranks that are threads."""
+    """A board in this process's memory, for ranks that are threads.
 
-    def __init__(self) -> None:
+    Args:
+        wait: How a rank waits for a key.
+    """
+
+    def __init__(self, wait: EventWait = threading.Event.wait) -> None:
+        self._wait = wait
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
@@ -109,7 +117,7 @@ class MemoryBoard:
             for key in watched:
                 self._waiters.setdefault(key, []).append(waiter)
         try:
-            waiter.wake.wait(max(timeout_s, 0))
+            self._wait(waiter.wake, max(timeout_s, 0))
         finally:
             with self._lock:
                 self._forget(waiter, watched)

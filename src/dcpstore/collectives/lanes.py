@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 from typing_extensions import Buffer
 
+from dcpstore.collectives.board import EventWait
 from dcpstore.collectives.group import Pending
 
 __all__ = ["LaneMaker", "Lanes", "MemoryLanes", "MemoryWires"]
@@ -63,9 +64,14 @@ class _Slot:
 
 
 class MemoryWires:
-    """What the `MemoryLanes` of all ranks of a group share."""
+    """What the `MemoryLanes` of all ranks of a group share.
 
-    def __init__(self) -> None:
+    Args:
+        wait: How a rank waits for a transfer.
+    """
+
+    def __init__(self, wait: EventWait = threading.Event.wait) -> None:
+        self.wait = wait
         self._lock = threading.Lock()
         self._slots: dict[tuple[str, int, int, int], _Slot] = {}
         self._closed: set[tuple[str, int]] = set()
@@ -112,12 +118,13 @@ class MemoryWires:
 
 
 class _MemoryPending:
-    def __init__(self, lanes: MemoryLanes, slot: _Slot) -> None:
+    def __init__(self, lanes: MemoryLanes, slot: _Slot, wait: EventWait) -> None:
         self._lanes = lanes
         self._slot = slot
+        self._wait = wait
 
     def wait(self, timeout_s: float) -> None:
-        if not self._slot.done.wait(max(timeout_s, 0)):
+        if not self._wait(self._slot.done, max(timeout_s, 0)):
             self._lanes.close()
             raise TimeoutError(f"the other rank did not take part within {timeout_s:g} s")
         if self._slot.error is not None:
@@ -154,12 +161,14 @@ class MemoryLanes:
     def send(self, data: Buffer, to: int) -> Pending:
         """Begin to send."""
         key = self._next_key(self._rank, to)
-        return _MemoryPending(self, self._wires.meet(key, data=memoryview(data).cast("B")))
+        slot = self._wires.meet(key, data=memoryview(data).cast("B"))
+        return _MemoryPending(self, slot, self._wires.wait)
 
     def receive(self, into: Buffer, source: int) -> Pending:
         """Begin to receive."""
         key = self._next_key(source, self._rank)
-        return _MemoryPending(self, self._wires.meet(key, into=memoryview(into).cast("B")))
+        slot = self._wires.meet(key, into=memoryview(into).cast("B"))
+        return _MemoryPending(self, slot, self._wires.wait)
 
     def close(self) -> None:
         """Close them; transfers on their way fail. Idempotent."""

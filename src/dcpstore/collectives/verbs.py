@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -177,6 +178,7 @@ class BoardGroup(_Verbs):
         lanes: Lanes that an earlier group of the same ranks left open; this one owns them now.
         bulk_bytes: Values larger than this go by lane.
         subject: See `open_group`.
+        clock: Seconds that only grow.
         give_back: Takes the lanes when the group closes, if they are well.
     """
 
@@ -193,6 +195,7 @@ class BoardGroup(_Verbs):
         lanes: Lanes | None = None,
         bulk_bytes: int = BULK_BYTES,
         subject: str = "",
+        clock: Callable[[], float] = time.monotonic,
         give_back: Callable[[Lanes], None] = lambda lanes: lanes.close(),
     ) -> None:
         super().__init__(rank, size, coordinator, deadline_s)
@@ -207,7 +210,9 @@ class BoardGroup(_Verbs):
             lanes=lanes,
             bulk_bytes=bulk_bytes,
         )
-        self._exchange = Exchange(board, rank, size, coordinator, bulk=self._bulk, subject=subject)
+        self._exchange = Exchange(
+            board, rank, size, coordinator, bulk=self._bulk, subject=subject, clock=clock
+        )
         self._is_closed = False
 
     def exchange(

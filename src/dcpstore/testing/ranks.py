@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -17,6 +18,7 @@ from dcpstore.collectives.bulk import BULK_BYTES
 from dcpstore.collectives.group import RankGroup
 from dcpstore.collectives.lanes import MemoryLanes, MemoryWires
 from dcpstore.collectives.verbs import BoardGroup
+from dcpstore.testing.rank_time import RankTime
 
 __all__ = ["RankRun", "ThreadRanks", "run_ranks"]
 
@@ -59,6 +61,7 @@ class ThreadRanks:
         coordinator: The rank that reduces.
         deadline_s: Seconds a step may take.
         bulk_bytes: Values larger than this go by lane.
+        rank_time: The time in which ranks wait for one another; None for the real one.
     """
 
     def __init__(
@@ -68,9 +71,12 @@ class ThreadRanks:
         coordinator: int = 0,
         deadline_s: float = 30.0,
         bulk_bytes: int = BULK_BYTES,
+        rank_time: RankTime | None = None,
     ) -> None:
-        self.board = MemoryBoard()
-        self._wires = MemoryWires()
+        wait = threading.Event.wait if rank_time is None else rank_time.wait
+        self.board = MemoryBoard(wait)
+        self._wires = MemoryWires(wait)
+        self._time = rank_time
         self._size = size
         self._coordinator = coordinator
         self._deadline_s = deadline_s
@@ -87,6 +93,7 @@ class ThreadRanks:
             namespace="threads",
             lane_maker=lambda name, _: MemoryLanes(name, rank, self._wires),
             bulk_bytes=self._bulk_bytes,
+            clock=self._time or time.monotonic,
         )
 
     def run(self, fn: Callable[[RankGroup], T], *, wait_s: float | None = None) -> RankRun[T]:
@@ -100,8 +107,9 @@ class ThreadRanks:
         run: RankRun[T] = RankRun()
 
         def work(rank: int) -> None:
+            at_work = nullcontext() if self._time is None else self._time.at_work(rank)
             try:
-                with self.group(rank) as group:
+                with at_work, self.group(rank) as group:
                     run.results[rank] = fn(group)
             except BaseException as error:  # noqa: BLE001 - a rank's boundary: kept for the test
                 run.errors[rank] = error
