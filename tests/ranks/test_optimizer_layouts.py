@@ -27,14 +27,6 @@ def savings(num_ranks: int) -> list[tuple[str, str]]:
     ]
 
 
-def loadings(num_saved: int, num_loaded: int, url: str) -> list[tuple[str, str, str]]:
-    """Return each layout with each of what was saved: layout, optimizer, URL."""
-    return [
-        (loaded, kind, f"{url}/{layout}-{kind}")
-        for (layout, kind), loaded in product(savings(num_saved), layouts_of(num_loaded))
-    ]
-
-
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory) -> dict[int, str]:
     """Where N ranks saved."""
@@ -65,19 +57,58 @@ def test_every_layout_loads_what_another_one_saved(
     assert sum(fetched) > 0
 
 
+# --- the whole matrix -------------------------------------------------------------------------
+
+SIZES = (1, 2, 3, 4, 8)
+CELLS = list(product(SIZES, SIZES))  # of saving and of loading ranks
+
+
+def matrix_cases(num_saved: int, num_loaded: int) -> list[tuple[str, str, str]]:
+    """Return every saved layout, every loading one, and an optimizer that changes by the cell."""
+    turn, names = SIZES.index(num_saved) + 2 * SIZES.index(num_loaded), list(LAYOUTS)
+    kinds: dict[str, list[str]] = {}
+    for layout, kind in savings(num_saved):
+        kinds.setdefault(layout, []).append(kind)
+    pairs = product(kinds, layouts_of(num_loaded))
+    return [
+        (saved, loaded, kinds[saved][(turn + names.index(loaded)) % len(kinds[saved])])
+        for saved, loaded in pairs
+    ]
+
+
+def test_the_matrix_has_every_pair_of_layouts_with_every_optimizer() -> None:
+    met = set()
+    for num_saved, num_loaded in CELLS:
+        cases = matrix_cases(num_saved, num_loaded)
+        pairs = [(saved, loaded) for saved, loaded, _ in cases]
+        assert sorted(pairs) == sorted(product(layouts_of(num_saved), layouts_of(num_loaded)))
+        met |= set(cases)
+    assert met == {(saved, loaded, kind) for saved, kind in savings(8) for loaded in LAYOUTS}
+
+
 @pytest.fixture(scope="module")
 def pool_of_eight(tmp_path_factory) -> Iterator[RankPool]:
     with RankPool(8, tmp_path_factory.mktemp("eight")) as ranks:
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def all_saved(pool_of_eight, tmp_path_factory) -> dict[int, str]:
+    """Where N ranks saved every layout with every optimizer."""
+    urls = {num_ranks: str(tmp_path_factory.mktemp(f"all{num_ranks}")) for num_ranks in SIZES}
+    for num_ranks, url in urls.items():
+        pool_of_eight.run(num_ranks, save_all, savings(num_ranks), url, {}, timeout_s=600)
+    return urls
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("num_saved", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("num_loaded", [1, 2, 3, 4, 8])
-def test_the_whole_matrix(pool_of_eight, tmp_path, num_saved: int, num_loaded: int) -> None:
-    url = str(tmp_path)
-    pool_of_eight.run(num_saved, save_all, savings(num_saved), url, {})
-    cases = loadings(num_saved, num_loaded, url)
+@pytest.mark.parametrize("num_saved", SIZES)
+@pytest.mark.parametrize("num_loaded", SIZES)
+def test_the_whole_matrix(pool_of_eight, all_saved, num_saved: int, num_loaded: int) -> None:
+    cases = [
+        (loaded, kind, f"{all_saved[num_saved]}/{saved}-{kind}")
+        for saved, loaded, kind in matrix_cases(num_saved, num_loaded)
+    ]
     fetched = pool_of_eight.run(num_loaded, load_all, cases, {}, timeout_s=1100)
     assert sum(fetched) > 0
