@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -51,6 +52,8 @@ class Recorder:
         self._app = app
         self._latency_s = latency_s
         self._lock = threading.Lock()
+        # moto looks for the object and then stores it: without this, two creates may both win.
+        self._writing = threading.Lock()
         self._log: list[LoggedRequest] = []
         self._faults: list[Fault] = []
         self._num_in_flight = 0
@@ -110,8 +113,10 @@ class Recorder:
         def remember(status: str, headers: list[tuple[str, str]], _info: Any = None) -> None:
             answered[:] = [status, headers]
 
+        is_write = environ["REQUEST_METHOD"] in ("PUT", "POST", "DELETE")
         try:
-            body = b"".join(self._app(environ, remember))
+            with self._writing if is_write else nullcontext():
+                body = b"".join(self._app(environ, remember))
         except Exception:  # noqa: BLE001 - moto fails so on a part of an upload just aborted
             return _error(Fault(status=500, code="InternalError"), environ)
         status, headers = answered
