@@ -1,4 +1,4 @@
-"""Processes that stay alive and play ranks: torch is imported once, not per rank and test.
+"""Processes that stay alive and play ranks: torch and ours are imported once, not per rank.
 
 ::
 
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -28,6 +29,22 @@ GROUP_TIMEOUT_S = 100  # a machine that is busy with other tests is slow
 # Meshes and wrappers that a call makes open gloo groups, which end with the default one and until
 # then wake up a hundred times a second each.
 CALLS_PER_GROUP = 4
+# Else each rank imports it for itself, when an optimizer steps or a bucket is opened: seconds.
+IMPORTED_ONCE = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed._tools",
+    "torch._dynamo",
+    "numpy.ma",
+    "dcpstore.collectives.torch_group",
+    "dcpstore.saving",
+    "dcpstore.loading",
+    "dcpstore.optimizer",
+    "dcpstore.torch_save_reader",
+    "obstore",
+    "s3fs",
+)
 
 
 class RanksFailed(Exception):
@@ -132,10 +149,10 @@ def _answer(pipe: Connection, deadline_s: float) -> tuple[str, Any]:
 
 def _fork_ranks(pipes: list[Connection]) -> None:
     """Become one process per rank. Nothing may have started a thread before."""
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
+    gc.freeze()  # no rank's collector goes through all that again
     import torch
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
 
     torch.set_num_threads(1)
     ranks = []
