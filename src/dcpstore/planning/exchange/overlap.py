@@ -24,7 +24,7 @@ import numpy as np
 
 from dcpstore.planning.exchange.columns import Ints
 
-__all__ = ["find_overlaps", "find_uncut", "stable_order"]
+__all__ = ["find_overlaps", "stable_order"]
 
 _PAIRS_PER_BLOCK = 1 << 20
 
@@ -58,26 +58,6 @@ def find_overlaps(group: Ints, starts: Ints, ends: Ints, *, max_found: int = 16)
         if len(found) >= max_found:
             break
     return np.array(found[:max_found], np.int64).reshape(-1, 2)
-
-
-def find_uncut(group: Ints, start: Ints, end: Ints) -> Ints:
-    """Return the chunks that cuts across one dimension do not set apart from all others.
-
-    Cheap, and the answer is "none" where tensors are sharded by rows: what
-    `find_overlaps` is then spared.
-
-    Args:
-        group: As there.
-        start: First element per chunk in that dimension.
-        end: Behind the last one.
-
-    Returns:
-        Positions, ascending.
-    """
-    if not len(group):
-        return np.empty(0, np.int64)
-    line = _Line.of(_renumber(group), start, end)
-    return np.sort(_drop_single(line.order, line.cut())[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

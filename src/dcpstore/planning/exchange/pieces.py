@@ -18,7 +18,7 @@ from dcpstore.planning.exchange.layout import Segment
 
 __all__ = ["Piece", "pieces"]
 
-_ITEMS_PER_PIECE = 1 << 17  # a column of 64-bit integers takes 1 MiB
+_ITEMS_PER_PIECE = 1 << 15  # a column of 64-bit integers takes 256 KiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -74,15 +74,15 @@ class Writers:
         lone = np.flatnonzero(num_copies == 1)
         self._keep(chunks.items.at[chunks.first[lone]], position[lone])
         self._load(chunks.items.rank[chunks.first[lone]], payload_bytes[lone])
-        for count in np.unique(num_copies).tolist():
-            if count > 1:
-                chosen = np.flatnonzero(num_copies == count)
-                replicas = _Replicas(
-                    *self._copies(chunks, chosen, count),
-                    payload_bytes[chosen] + RECORD_BYTES,
-                    position[chosen].astype(np.int32),
-                )
-                self._replicas.setdefault(count, []).append(replicas)
+        counts = 2 + np.flatnonzero(np.bincount(num_copies)[2:])
+        for count in counts.tolist():
+            chosen = np.flatnonzero(num_copies == count)
+            replicas = _Replicas(
+                *self._copies(chunks, chosen, count),
+                payload_bytes[chosen] + RECORD_BYTES,
+                position[chosen].astype(np.int32),
+            )
+            self._replicas.setdefault(count, []).append(replicas)
 
     def _copies(self, chunks: Chunks, chosen: Ints, count: int) -> tuple[Ints, Ints]:
         copies = chunks.first[chosen, None] + np.arange(count)
