@@ -213,7 +213,7 @@ def _places(layout: Layout, item: Ints, counts: Ints) -> Ints:
     rest = np.flatnonzero(at < 0)
     if len(rest):
         step = int(layout.num_items.max()) + 1
-        loose = layout.loose_rank * step + layout.loose_item
+        loose = layout.loose_rank.astype(np.int64) * step + layout.loose_item
         order = np.argsort(loose, kind="stable")
         found = np.searchsorted(loose[order], rank[rest] * step + item[rest])
         at[rest] = layout.first_loose + order[found]

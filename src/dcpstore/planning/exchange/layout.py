@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -71,6 +71,11 @@ class Layout:
     loose_item: Ints
 
     @property
+    def place_type(self) -> type[np.signedinteger[Any]]:
+        """Integers that hold any place; half the memory where 32 bits do."""
+        return np.int32 if int(self.num_items.sum()) < 2**31 else np.int64
+
+    @property
     def first_loose(self) -> int:
         """Position behind the last segment."""
         return self.segments[-1].end if self.segments else 0
@@ -119,7 +124,8 @@ def lay_out(num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int,
             loose.extend((rank, first, chain.keys) for rank, first in places)
         elif len(chain.keys):
             by_rank = np.argsort(chain.ranks, kind="stable")
-            ranks, first_item = np.array(chain.ranks)[by_rank], np.array(chain.first_item)[by_rank]
+            ranks = np.array(chain.ranks, np.int32)[by_rank]
+            first_item = np.array(chain.first_item)[by_rank]
             segments.append(Segment(chain.keys, ranks, first_item, at))
             at = segments[-1].end
     for rank, numbers in row_numbers.items():
@@ -134,7 +140,7 @@ def lay_out(num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int,
         segments=tuple(segments),
         loose=runs_of,
         loose_key=_concatenate([keys for _, _, keys in loose]),
-        loose_rank=np.repeat(np.array([rank for rank, _, _ in loose], np.int64), lengths),
+        loose_rank=np.repeat(np.array([rank for rank, _, _ in loose], np.int32), lengths),
         loose_item=_concatenate([np.arange(i, i + len(keys)) for _, i, keys in loose]),
     )
 

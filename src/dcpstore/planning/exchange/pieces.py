@@ -79,7 +79,7 @@ def pieces(items: Items, num_keys: int) -> Iterator[Piece]:
 
 def _of_loose(items: Items, chosen: Ints) -> Piece:
     layout = items.layout
-    at = layout.first_loose + chosen
+    at = (layout.first_loose + chosen).astype(layout.place_type)
     return Piece(
         at,
         layout.loose_key[chosen],
@@ -91,9 +91,10 @@ def _of_loose(items: Items, chosen: Ints) -> Piece:
 
 
 def _of_segment(items: Items, segment: Segment, rows: Ints) -> Piece:
-    num_ranks = len(segment.ranks)
+    num_ranks, place_type = len(segment.ranks), items.layout.place_type
     matrix, place = (len(segment.keys), num_ranks), slice(segment.at, segment.end)
-    at = (segment.at + rows[:, None] * num_ranks + np.arange(num_ranks)).ravel()
+    first = (segment.at + rows * num_ranks).astype(place_type)
+    at = (first[:, None] + np.arange(num_ranks, dtype=place_type)).ravel()
     return Piece(
         at,
         np.repeat(segment.keys[rows], num_ranks),

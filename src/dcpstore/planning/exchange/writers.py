@@ -62,7 +62,6 @@ class Writers:
         self._positions = np.zeros(num_items, np.int32) if with_positions else None
         self._load_bytes = np.zeros(num_ranks, np.int64)  # records included
         self._num_records = np.zeros(num_ranks, np.int64)
-        self._place = np.int32 if num_items < 2**31 else np.int64
         self._replicas: dict[int, list[_Replicas]] = {}
 
     def add(self, chunks: Chunks, payload_bytes: Ints) -> None:
@@ -91,7 +90,7 @@ class Writers:
             by_rank = np.argsort(ranks, axis=1, kind="stable")
             at = np.take_along_axis(at, by_rank, axis=1)
             ranks = np.take_along_axis(ranks, by_rank, axis=1)
-        return at.astype(self._place), ranks.astype(np.int32)
+        return at, ranks
 
     def _keep(self, at: Ints, position: Ints) -> None:
         self._is_kept[at] = True
