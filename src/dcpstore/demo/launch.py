@@ -26,7 +26,12 @@ class RanksError(Exception):
 
 
 def run_ranks(
-    function: Callable[[S, int], None], spec: S, num_ranks: int, *, timeout_s: float
+    function: Callable[[S, int], None],
+    spec: S,
+    num_ranks: int,
+    *,
+    timeout_s: float,
+    imported_once: Sequence[str] = (),
 ) -> None:
     """Call ``function(spec, rank)`` on ``num_ranks`` new processes and wait for them.
 
@@ -37,11 +42,15 @@ def run_ranks(
         spec: What every rank gets; must pickle.
         num_ranks: Number of processes.
         timeout_s: Seconds until the ranks count as hung.
+        imported_once: Modules for the process that all ranks are forked from, which stays
+            until this one ends: they are imported there and not on each rank.
 
     Raises:
         RanksError: If a rank exits with anything but 0 or the time is over.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    if imported_once:
+        context.set_forkserver_preload(list(imported_once))
     processes = [
         context.Process(
             target=_run_rank, args=(function, spec, rank), name=f"rank {rank}", daemon=True
