@@ -29,6 +29,7 @@ import dcpstore
 
 CPU = torch.device("cpu")
 WRITE = dcpstore.WriteConfig(inline_bytes=8)  # what is compared was read from objects
+Trainer = tuple[nn.Module, torch.optim.Optimizer]
 
 
 class ThreeLayers(nn.Module):
@@ -70,36 +71,42 @@ def quiet(function: Any, *args: Any) -> Any:
         return function(*args)
 
 
-def fsdp1(kind: str, url: str, options: dict[str, Any]) -> list[str]:
-    return quiet(_fsdp1, kind, url, options)
+def fsdp1(kinds: list[str], url: str, options: dict[str, Any]) -> dict[str, list[str]]:
+    return quiet(_fsdp1, kinds, url, options)
 
 
-def _fsdp1(kind: str, url: str, options: dict[str, Any]) -> list[str]:
-    """Return the keys that the planner was asked for, after every entry was compared."""
+def _fsdp1(kinds: list[str], url: str, options: dict[str, Any]) -> dict[str, list[str]]:
+    """Return what each kind of planner was asked for, after every entry was compared."""
     model, optimizer = _wrapped(0)
     _one_step(model, optimizer)
     saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     both = {"model": model.state_dict(), "optim": saved}
     dcpstore.save(both, url, storage_options=options, config=WRITE)
+    calls, resumed = {}, []
+    for kind in kinds:
+        planner = planner_of(kind)
+        resumed.append(_fsdp1_from(saved, planner, url, options))
+        calls[kind] = getattr(planner, "calls", [])
+    _go_on_alike((model, optimizer), resumed)
+    return calls
 
-    model_2, optimizer_2 = _wrapped(1)
-    assert not optimizer_2.state, "nothing has run a step yet"
-    weights = {"model": model_2.state_dict()}
+
+def _fsdp1_from(saved: dict[str, Any], planner: Any, url: str, options: dict[str, Any]) -> Trainer:
+    model, optimizer = _wrapped(1)
+    assert not optimizer.state, "nothing has run a step yet"
+    weights = {"model": model.state_dict()}
     dcpstore.load(weights, url, storage_options=options)
-    model_2.load_state_dict(weights["model"])
-    planner = planner_of(kind)
+    model.load_state_dict(weights["model"])
     state = dcpstore.load_sharded_optimizer_state_dict(
-        model_2.state_dict(), "optim", url, planner=planner, storage_options=options
+        model.state_dict(), "optim", url, planner=planner, storage_options=options
     )
     assert state["optim"]["param_groups"] == saved["param_groups"]
-    flat = FullyShardedDataParallel.optim_state_dict_to_load(model_2, optimizer_2, state["optim"])
-    optimizer_2.load_state_dict(flat)
-
+    flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state["optim"])
+    optimizer.load_state_dict(flat)
     compare(state["optim"]["state"], saved["state"], ShardedTensor)
-    again = FullyShardedDataParallel.optim_state_dict(model_2, optimizer_2)
+    again = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     compare(again["state"], saved["state"], ShardedTensor)
-    _goes_on_alike((model, optimizer), (model_2, optimizer_2))
-    return getattr(planner, "calls", [])
+    return model, optimizer
 
 
 def _wrapped(seed: int) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
@@ -111,31 +118,39 @@ def _wrapped(seed: int) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
-def fsdp2(kind: str, url: str, options: dict[str, Any]) -> list[str]:
-    return quiet(_fsdp2, kind, url, options)
+def fsdp2(kinds: list[str], url: str, options: dict[str, Any]) -> dict[str, list[str]]:
+    return quiet(_fsdp2, kinds, url, options)
 
 
-def _fsdp2(kind: str, url: str, options: dict[str, Any]) -> list[str]:
+def _fsdp2(kinds: list[str], url: str, options: dict[str, Any]) -> dict[str, list[str]]:
     model, optimizer = _fully_sharded(0)
     _one_step(model, optimizer)
     saved = get_optimizer_state_dict(model, optimizer)
     weights = {"model": get_model_state_dict(model), "optim": saved}
     dcpstore.save(weights, url, storage_options=options, config=WRITE)
+    calls, resumed = {}, []
+    for kind in kinds:
+        planner = planner_of(kind)
+        resumed.append(_fsdp2_from(saved, planner, url, options))
+        calls[kind] = getattr(planner, "calls", [])
+    _go_on_alike((model, optimizer), resumed)
+    return calls
 
-    model_2, optimizer_2 = _fully_sharded(1)
-    weights = {"model": get_model_state_dict(model_2)}
+
+def _fsdp2_from(saved: dict[str, Any], planner: Any, url: str, options: dict[str, Any]) -> Trainer:
+    model, optimizer = _fully_sharded(1)
+    assert not optimizer.state, "nothing has run a step yet"
+    weights = {"model": get_model_state_dict(model)}
     dcpstore.load(weights, url, storage_options=options)
-    set_model_state_dict(model_2, weights["model"])
-    planner = planner_of(kind)
+    set_model_state_dict(model, weights["model"])
     state = dcpstore.load_sharded_optimizer_state_dict(
-        model_2.state_dict(), "optim", url, planner=planner, storage_options=options
+        model.state_dict(), "optim", url, planner=planner, storage_options=options
     )
     assert state["optim"]["param_groups"] == saved["param_groups"]
     compare(state["optim"]["state"], saved["state"], DTensor)
-    set_optimizer_state_dict(model_2, optimizer_2, state["optim"])
-    compare(get_optimizer_state_dict(model_2, optimizer_2)["state"], saved["state"], DTensor)
-    _goes_on_alike((model, optimizer), (model_2, optimizer_2))
-    return getattr(planner, "calls", [])
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+    compare(get_optimizer_state_dict(model, optimizer)["state"], saved["state"], DTensor)
+    return model, optimizer
 
 
 def _fully_sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -156,11 +171,13 @@ def _one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _goes_on_alike(one: Any, other: Any) -> None:
-    for model, optimizer in (one, other):
+def _go_on_alike(trained: Trainer, resumed: list[Trainer]) -> None:
+    for model, optimizer in (trained, *resumed):
         _one_step(model, optimizer)
-    for a, b in zip(one[0].state_dict().values(), other[0].state_dict().values(), strict=True):
-        _compare_tensors(b, a, type(a))
+    expected = trained[0].state_dict()
+    for model, _ in resumed:
+        for a, b in zip(expected.values(), model.state_dict().values(), strict=True):
+            _compare_tensors(b, a, type(a))
 
 
 def compare(got: dict[str, Any], expected: dict[str, Any], kind: type) -> None:
