@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
 from dcpstore.manifest import Manifest, StoredItem, decode
@@ -41,10 +43,10 @@ def manifest_of(place: Place) -> Manifest:
 
 @pytest.fixture(scope="module")
 def many_tensors(moto_server: MotoServer) -> tuple[Place, dict[str, torch.Tensor]]:
-    """64 tensors of 1 MiB saved into one object."""
+    """24 tensors of 1 MiB saved into one object."""
     moto_server.heal()
     place = new_place(moto_server)
-    state = mib_tensors(64)
+    state = mib_tensors(24)
     save(state, place.writer(**WHOLE))
     assert len(place.data_keys()) == 1
     return place, state
@@ -77,7 +79,7 @@ def test_m2_tensors_in_another_order_than_saved_are_fetched_once(many_tensors, e
     load(found, reader)
 
     assert is_equal(found, {name: state[name] for name in names})
-    ratio = place.data_bytes_fetched() / (64 * MIB)
+    ratio = place.data_bytes_fetched() / (24 * MIB)
     assert ratio <= 1.02
     tell("M2", f"{engine}: {ratio:.4f} x, {reader.last_read.num_requests} GETs")
 
@@ -122,6 +124,8 @@ def test_m3_half_of_the_columns_of_a_large_chunk_fetches_little_more(large_chunk
 
 # M10: a flipped byte ---------------------------------------------------------------------
 
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(4, 40))]
+
 
 @pytest.fixture
 def saved_chunk(place: Place) -> tuple[Place, torch.Tensor, StoredItem]:
@@ -132,7 +136,7 @@ def saved_chunk(place: Place) -> tuple[Place, torch.Tensor, StoredItem]:
     return place, tensor, item
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_m10_a_flipped_bit_under_a_random_slice_is_named(saved_chunk, seed: int) -> None:
     place, _, item = saved_chunk
     chance = random.Random(seed)
@@ -153,7 +157,7 @@ def test_m10_a_flipped_bit_under_a_random_slice_is_named(saved_chunk, seed: int)
         assert word in error.message
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_m10_a_flipped_bit_beside_a_slice_does_not_disturb_it(saved_chunk, seed: int) -> None:
     place, tensor, item = saved_chunk
     chance = random.Random(seed)
@@ -185,7 +189,7 @@ def test_m10_every_object_and_kind_of_item_is_covered_by_a_checksum(place: Place
     assert is_equal(found, state)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_m10_a_flipped_bit_in_metadata_or_manifest_is_found_or_harmless(
     place: Place, seed: int
 ) -> None:
@@ -294,29 +298,36 @@ def test_m11_a_lossy_cast_is_done_on_request(place: Place) -> None:
 # M12: many scalars -----------------------------------------------------------------------
 
 
-def test_m12_20_000_scalars_load_without_a_data_request(
-    make_place: Callable[..., Place],
+@pytest.mark.parametrize("count", [4000, pytest.param(20_000, marks=pytest.mark.campaign)])
+def test_m12_many_scalars_load_without_a_data_request(
+    place: Place, count: int, tmp_path: Path
 ) -> None:
-    place = make_place()
-    state = {f"state.{number}.step": torch.tensor(float(number)) for number in range(20_000)}
+    state = {f"state.{number}.step": torch.tensor(float(number)) for number in range(count)}
+    save(state, dcp.FileSystemWriter(tmp_path, sync_files=False))
     save(state, place.writer(**WHOLE))
     place.server.clear_requests()
 
     found = {key: torch.tensor(-1.0) for key in state}
-    began = time.process_time()
-    load(found, place.reader())
-    cpu_s = time.process_time() - began
+    stock_cpu_s = cpu_s_of_load(found, dcp.FileSystemReader(tmp_path))
+    found = {key: torch.tensor(-1.0) for key in state}
+    cpu_s = cpu_s_of_load(found, place.reader())
 
     assert is_equal(found, state)
-    assert cpu_s < 6  # the field: 6.6 to 8.9 s; ours is told below, and loaded machines vary
+    assert cpu_s < stock_cpu_s  # measured: a third of it
     assert place.server.counts() == {"GetObject": 2}
     sizes = {key: len(place.get(key)) for key in place.names()}
     data = sum(size for key, size in sizes.items() if key.endswith(".distcp"))
     manifest = sum(size for key, size in sizes.items() if key.startswith(".dcpstore-"))
-    assert data / 20_000 < 1577 / 2
-    assert sizes[".metadata"] < 4.45e6 * 1.1  # torch's own pickle, kept for stock readers
+    assert data / count < 1577 / 2
+    assert sizes[".metadata"] / count < 223 * 1.1  # torch's own pickle, kept for stock readers
     tell(
         "M12",
-        f"load {cpu_s:.2f} CPU s, data {data / 20_000:.0f} B, manifest {manifest / 20_000:.0f} B"
-        f" and .metadata {sizes['.metadata'] / 20_000:.0f} B per tensor",
+        f"load {cpu_s:.2f} CPU s, stock {stock_cpu_s:.2f}, data {data / count:.0f} B, manifest"
+        f" {manifest / count:.0f} B and .metadata {sizes['.metadata'] / count:.0f} B per tensor",
     )
+
+
+def cpu_s_of_load(found: dict[str, torch.Tensor], reader: Any) -> float:
+    began_s = time.process_time()
+    load(found, reader)
+    return time.process_time() - began_s

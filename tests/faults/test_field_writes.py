@@ -101,7 +101,7 @@ def test_m6_the_error_of_a_thread_is_raised_and_not_what_it_cancelled() -> None:
 def test_m5_an_error_late_in_a_multipart_upload_is_raised_at_once(any_place: Place) -> None:
     """Even if the engine holds a short last part that it will never send."""
     state = {f"w{number}": torch.ones(PART_BYTES // 4) for number in range(4)}
-    any_place.server.set_latency(0.3)
+    any_place.server.set_latency(0.1)
     planner = FailingPlanner(3, lambda: any_place.server.counts()["CreateMultipartUpload"])
     began = time.monotonic()
     failing(ArithmeticError, save, state, any_place.writer(), planner=planner)
