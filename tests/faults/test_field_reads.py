@@ -298,7 +298,7 @@ def test_m11_a_lossy_cast_is_done_on_request(place: Place) -> None:
 # M12: many scalars -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [4000, pytest.param(20_000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("count", [3000, pytest.param(20_000, marks=pytest.mark.campaign)])
 def test_m12_many_scalars_load_without_a_data_request(
     place: Place, count: int, tmp_path: Path
 ) -> None:
