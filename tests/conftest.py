@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import io
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import botocore.loaders
@@ -14,6 +15,9 @@ from dcpstore.testing import GcsServer, MotoServer
 
 # gcsfs would ask Google's control plane what kind of bucket an emulated one is.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+# Whoever runs the tests in the background made all their processes deaf to ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
