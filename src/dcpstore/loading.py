@@ -27,7 +27,6 @@ from typing import Any, TypeAlias
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcpstore.collectives import RankGroup, steps
@@ -39,7 +38,13 @@ from dcpstore.planners import LoadPlanner
 from dcpstore.planners.rules import Strictness
 from dcpstore.planning.exchange.cache import PlanCache
 from dcpstore.progress import Meter, ProgressCallback, show_progress
-from dcpstore.protocol import Ranks, call_set_up, join_ranks, plain_cause_of_one
+from dcpstore.protocol import (
+    Ranks,
+    call_set_up,
+    is_stateful,
+    join_ranks,
+    plain_cause_of_one,
+)
 from dcpstore.reader import ObjectStoreReader
 from dcpstore.report import LoadResult, Phases, Transfer
 from dcpstore.share import SharePolicy, Sharing, fetch_shared, plan_shares
@@ -215,7 +220,7 @@ class _LoadJob:
             self._metadata = metadata
             self._target = make_state(metadata)
             self._state = {
-                key: value.state_dict() if isinstance(value, Stateful) else value
+                key: value.state_dict() if is_stateful(value) else value
                 for key, value in sorted(self._target.items())
             }
             self._planner.set_up_planner(self._state, metadata, is_coordinator)
@@ -302,7 +307,7 @@ class _LoadJob:
         """Give the caller's objects what was loaded for them."""
         for key, value in self._state.items():
             target = self._target[key]
-            if isinstance(target, Stateful):
+            if is_stateful(target):
                 target.load_state_dict(value)
             else:
                 self._target[key] = value

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from dcpstore.collectives import RankGroup, steps
@@ -29,7 +28,13 @@ from dcpstore.errors import CheckpointError, CommitUnknownError, ConfigError, Ra
 from dcpstore.plan_exchange import AgreedPlan, agree_on_save_plan
 from dcpstore.planners import SavePlanner
 from dcpstore.progress import Meter, ProgressCallback, show_progress
-from dcpstore.protocol import Ranks, call_set_up, join_ranks, plain_cause_of_one
+from dcpstore.protocol import (
+    Ranks,
+    call_set_up,
+    is_stateful,
+    join_ranks,
+    plain_cause_of_one,
+)
 from dcpstore.report import Phases, SaveResult
 from dcpstore.write_job import WriteStats
 from dcpstore.writer import ObjectStoreWriter
@@ -168,7 +173,7 @@ class _SaveJob:
 
     def _plan(self, state_dict: Mapping[str, Any]) -> SavePlan:
         state = {
-            key: value.state_dict() if isinstance(value, Stateful) else value
+            key: value.state_dict() if is_stateful(value) else value
             for key, value in state_dict.items()
         }
         is_coordinator = self._group.is_coordinator
