@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,8 @@ from parts import Part, assert_state, state_of, wiped
 import dcpstore
 from dcpstore import ReadConfig, WriteConfig
 from dcpstore.planners import SavePlanner
+from dcpstore.store.fsspec_clients import check_option_names
+from dcpstore.store.location import parse_location
 from dcpstore.testing.ranks import run_ranks
 
 WRITE = WriteConfig(inline_bytes=64, object_bytes=4096, checksum_block_bytes=4096)
@@ -85,6 +88,22 @@ def test_tensors_cut_into_many_items_are_loaded_by_64_ranks() -> None:
     result = run_ranks(3, work).values()[0]
     assert result.num_items > 20 * result.num_keys
     load(64, url, 2)
+
+
+def test_opening_a_store_compiles_nothing_in_which_threads_would_meet() -> None:
+    compiled, is_watching = [], []
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if is_watching and event == "compile":
+            compiled.append(args)
+
+    sys.addaudithook(watch)  # for good, so it is told when to look
+    for url in ("memory://compiled", "s3://compiled"):
+        check_option_names(parse_location(url), {})  # imports its filesystem
+        is_watching.append(True)
+        check_option_names(parse_location(url), {})
+        is_watching.clear()
+    assert compiled == []
 
 
 class PartSavePlanner(dcp.DefaultSavePlanner):

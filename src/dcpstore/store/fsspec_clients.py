@@ -55,8 +55,10 @@ def check_option_names(location: Location, options: Mapping[str, Any]) -> None:
 
 def _known_options(cls: type) -> set[str]:
     names: set[str] = set()
-    for base in cls.__mro__:
-        if "__init__" not in vars(base) or base is fsspec.AbstractFileSystem:
+    # `object`'s signature is a text that is parsed, which Python 3.11 now and then fails at when
+    # several threads do so at once (SystemError); it has no options anyway.
+    for base in set(cls.__mro__) - {fsspec.AbstractFileSystem, object}:
+        if "__init__" not in vars(base):
             continue
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         names |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
