@@ -23,8 +23,15 @@ from faults.places import SMALL
 from faults.states import save, state_at
 
 _context = multiprocessing.get_context("forkserver")
-# Installed packages only: the fork server does not know where the tests lie.
-_context.set_forkserver_preload(["torch.distributed.checkpoint", "dcpstore", "s3fs", "obstore"])
+# Installed packages only: the fork server does not know where the tests lie. `dcpstore` itself
+# imports late; what is not named here, each process would import anew.
+_OURS = ("loading", "planners", "reader", "saving", "testing.ranks", "writer")
+_context.set_forkserver_preload(
+    [
+        *(f"dcpstore.{module}" for module in _OURS),
+        *("numpy", "obstore", "pytest", "s3fs", "torch.distributed.checkpoint"),
+    ]
+)
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:

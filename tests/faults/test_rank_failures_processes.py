@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from dcpstore import RankFailures
 from faults import processes
 from faults.failing_ranks import NUM_RANKS, SAVE_PHASES, Interrupted, Scenario, play
-from faults.test_rank_failures import PROMPT_S, check_names
+from faults.test_rank_failures import check_names
 
+LONG_DEADLINE_S = 100.0
 SURVIVED = [
     Scenario("local plan", (3,), "error"),
     Scenario("global plan", (2,), "unpicklable", coordinator=2),
@@ -30,7 +32,7 @@ SURVIVED = [
     Scenario("share", (0,), "interrupt", coordinator=2),
     Scenario("hand over", (2,), "error"),
 ]
-DEADLINE_S = 6.0
+DEADLINE_S = 15.0  # of ranks that need a second, where a busy machine may make it several
 DEADLY = [
     Scenario("local plan", (1,), "killed"),
     Scenario("share", (2,), "killed"),
@@ -88,8 +90,20 @@ class Job:
         return [rank.exitcode for rank in self.ranks]
 
 
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Future[str]]]:
+    """What is wrong with the deadly scenarios, which mostly wait: they do so beside the rest."""
+    folder = tmp_path_factory.mktemp("deadly")
+    with ThreadPoolExecutor(len(DEADLY)) as executor:
+        yield [
+            executor.submit(survivors_raise, scenario, folder / str(number))
+            for number, scenario in enumerate(DEADLY)
+        ]
+
+
+@pytest.mark.usefixtures("problems")
 def test_ranks_that_survive_tell_each_other_and_go_on(tmp_path: Path) -> None:
-    job = Job(tmp_path, SURVIVED, 60)
+    job = Job(tmp_path, SURVIVED, LONG_DEADLINE_S)
     try:
         for scenario in SURVIVED:
             said = [job.hear(rank) for rank in range(NUM_RANKS)]
@@ -99,7 +113,7 @@ def test_ranks_that_survive_tell_each_other_and_go_on(tmp_path: Path) -> None:
                     continue
                 assert isinstance(error, RankFailures), f"{scenario}: {error!r}"
                 check_names(error, scenario.ranks, scenario.kind)
-                assert seconds < PROMPT_S, scenario
+                assert seconds < LONG_DEADLINE_S / 2, scenario
             left = [job.hear(rank) for rank in range(NUM_RANKS)]
             if scenario.phase in SAVE_PHASES:
                 assert ".metadata" not in left[0], scenario
@@ -121,7 +135,7 @@ def survivors_raise(scenario: Scenario, folder: Path) -> str:
             error, seconds = job.hear(rank)
             if not isinstance(error, RankFailures):
                 return f"{scenario}: rank {rank} raised {error!r}"
-            if seconds > DEADLINE_S + 5:
+            if seconds > 2 * DEADLINE_S:
                 return f"{scenario}: rank {rank} raised after {seconds:.1f} s"
             check_names(error, scenario.ranks, "hang")
         left = [path.name for path in (folder / "0").glob("*")]
@@ -138,19 +152,21 @@ def survivors_raise(scenario: Scenario, folder: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "scenarios",
-    [DEADLY, pytest.param(MORE_DEADLY, marks=pytest.mark.campaign)],
-    ids=["some", "more"],
-)
 def test_survivors_of_a_killed_or_hanging_rank_raise_by_the_deadline(
-    scenarios: list[Scenario], tmp_path: Path
+    problems: list[Future[str]],
 ) -> None:
-    # Mostly they wait: a few jobs at a time.
+    assert not any(problem.result() for problem in problems), "\n".join(
+        problem.result() for problem in problems
+    )
+
+
+@pytest.mark.campaign
+def test_survivors_of_more_killed_and_hanging_ranks_raise_by_the_deadline(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as executor:
         problems = list(
             executor.map(
-                lambda one: survivors_raise(one[1], tmp_path / str(one[0])), enumerate(scenarios)
+                lambda one: survivors_raise(one[1], tmp_path / str(one[0])),
+                enumerate(MORE_DEADLY),
             )
         )
     assert not any(problems), "\n".join(filter(None, problems))
