@@ -284,7 +284,7 @@ def roundtrip(
 
 
 @given(job=jobs(), write=WRITE_CONFIGS, read=READ_CONFIGS, pick=st.integers(0, 5))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_any_layout_loads_from_any_other(job, write, read, pick) -> None:
     roundtrip(
         job,
@@ -295,13 +295,13 @@ def test_any_layout_loads_from_any_other(job, write, read, pick) -> None:
 
 
 @given(job=jobs(), write=WRITE_CONFIGS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 def test_stock_loads_any_layout_of_ours(job, write) -> None:
     roundtrip(job, lambda url: ObjectStoreWriter(url, config=write), FsspecReader)
 
 
 @given(job=jobs(), read=READ_CONFIGS, zstd=st.booleans(), one_file=st.booleans())
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 def test_ours_loads_any_layout_of_stock(job, read, zstd, one_file) -> None:
     extensions = [ZStandard()] if zstd else None
 
@@ -314,7 +314,7 @@ def test_ours_loads_any_layout_of_stock(job, read, zstd, one_file) -> None:
 
 
 @given(job=jobs(), write=WRITE_CONFIGS, read=READ_CONFIGS)
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 def test_any_layout_loads_compressed(job, write, read) -> None:
     roundtrip(
         job,
@@ -324,7 +324,7 @@ def test_any_layout_loads_compressed(job, write, read) -> None:
 
 
 @given(job=jobs())
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 def test_nothing_but_the_elements_wanted_is_fetched(job) -> None:
     """Without checksums to widen for and without gaps to join, not one byte too many."""
     readers = roundtrip(
@@ -346,3 +346,15 @@ def test_any_layout_loads_from_any_other_at_length(job, write, read, pick) -> No
         lambda url: ObjectStoreReader(url, config=read),
         coordinator=pick % job[0],
     )
+
+
+@pytest.mark.campaign
+@given(
+    job=jobs(), write=WRITE_CONFIGS, read=READ_CONFIGS, zstd=st.booleans(), one_file=st.booleans()
+)
+@settings(max_examples=600, deadline=None)
+def test_stock_and_compressed_and_exact_at_length(job, write, read, zstd, one_file) -> None:
+    test_stock_loads_any_layout_of_ours.hypothesis.inner_test(job, write)
+    test_ours_loads_any_layout_of_stock.hypothesis.inner_test(job, read, zstd, one_file)
+    test_any_layout_loads_compressed.hypothesis.inner_test(job, write, read)
+    test_nothing_but_the_elements_wanted_is_fetched.hypothesis.inner_test(job)
