@@ -43,14 +43,27 @@ def place(moto_server: MotoServer) -> tuple[str, dict]:
     return "s3://torch-save/good", moto_server.storage_options()
 
 
+ALL = tuple(CASES)
+TELLING = ("dtensor_2d", "replicated", "sharded_tensor")
+
+
 @pytest.mark.parametrize(
-    ("planner", "coordinator"), [("ours", 0), ("plain", 3), ("torch's", 1), ("torch's default", 2)]
+    ("planner", "coordinator", "some"),
+    [
+        ("ours", 0, ALL),
+        ("plain", 3, TELLING),
+        ("torch's", 1, TELLING),
+        ("torch's default", 2, TELLING),
+        pytest.param("plain", 2, ALL, marks=pytest.mark.campaign),
+        pytest.param("torch's", 3, ALL, marks=pytest.mark.campaign),
+        pytest.param("torch's default", 1, ALL, marks=pytest.mark.campaign),
+    ],
 )
 def test_dcp_load_sends_each_rank_only_the_part_that_it_holds(
-    pool, place, planner: str, coordinator: int
+    pool, place, planner: str, coordinator: int, some: tuple[str, ...]
 ) -> None:
-    counted = pool.run(4, ranks.load_cases, *place, planner, coordinator, False)
-    for case in CASES:
+    counted = pool.run(4, ranks.load_cases, *place, planner, coordinator, False, some)
+    for case in some:
         rows = [counted[rank][case] for rank in range(4)]
         has_values = case == "replicated" and planner != "torch's"
         for rank, (received, held, fetched) in enumerate(rows):
@@ -64,8 +77,8 @@ def test_dcp_load_sends_each_rank_only_the_part_that_it_holds(
 
 
 def test_ranks_that_read_for_themselves_receive_no_tensor(pool, place) -> None:
-    counted = pool.run(4, ranks.load_cases, *place, "ours", 0, True)
-    for case in CASES:
+    counted = pool.run(4, ranks.load_cases, *place, "ours", 0, True, TELLING)
+    for case in TELLING:
         for rank in range(4):
             received, held, fetched = counted[rank][case]
             assert fetched > 0 if held else True
@@ -73,8 +86,8 @@ def test_ranks_that_read_for_themselves_receive_no_tensor(pool, place) -> None:
 
 
 def test_dcpstore_load_does_the_same_and_tells_what_it_did(pool, place) -> None:
-    results = pool.run(4, ranks.load_cases_by_ours, *place, 2)
-    for case in CASES:
+    results = pool.run(4, ranks.load_cases_by_ours, *place, 2, ALL)
+    for case in ALL:
         job = results[0][case].job
         assert job == results[3][case].job
         assert job.fetched_bytes == results[2][case].rank.fetched_bytes
@@ -89,10 +102,10 @@ def test_every_byte_of_the_file_is_fetched_once_whoever_wants_it(
 ) -> None:
     url, options = place
     moto_server.clear_requests()
-    pool.run(4, ranks.load_cases_by_ours, url, options, 0)
+    pool.run(4, ranks.load_cases_by_ours, url, options, 0, TELLING)
     requests = moto_server.requests()
     assert {request.operation for request in requests} <= {"GetObject", "HeadObject"}
-    for case in CASES:
+    for case in TELLING:
         mine = [r for r in requests if r.key.endswith(f"/{case}.pt")]
         size = len(saved(ranks.file_state(case)))
         assert sum(r.num_bytes_out for r in mine) < 2.2 * size + 1000
