@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -254,7 +253,7 @@ def test_a_stream_that_fails_leaves_no_open_upload(engine, s3_server, open_engin
 
 def test_parts_are_in_flight_together_and_released(engine, s3_server, open_engine):
     store = open_engine(engine, retry=ONCE)
-    s3_server.set_latency(0.1)
+    s3_server.set_latency(0.2)
     slabs = [bytearray(PART_BYTES) for _ in range(3)]
     free = threading.Semaphore(3)
 
@@ -262,12 +261,13 @@ def test_parts_are_in_flight_together_and_released(engine, s3_server, open_engin
         for number in range(6):
             view = memoryview(slabs[number % 3])
             weakref.finalize(view, free.release)
-            assert free.acquire(timeout=20), "a stored part was not released"
+            assert free.acquire(timeout=60), "a stored part was not released"
             slabs[number % 3][:1] = bytes([number])
             yield view
             del view
 
     store.put_parts("a", parts(), part_bytes=PART_BYTES, max_concurrency=3)
+    s3_server.set_latency(0)
     assert max(r.num_in_flight for r in s3_server.requests()) == 3
     firsts = [bytes(store.get_range("a", n * PART_BYTES, n * PART_BYTES + 1)) for n in range(6)]
     assert firsts == [bytes([n]) for n in range(6)]
@@ -326,12 +326,10 @@ def test_many_ranges_are_in_flight_at_once(engine, s3_server, open_engine):
     store = open_engine(engine)
     store.put("a", bytes(64))
     store.get("a")
-    s3_server.set_latency(0.2)
-    began = time.monotonic()
+    s3_server.set_latency(1.0)  # all begin meanwhile, on a slow machine too
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(lambda n: store.get_range("a", n, n + 1), range(32)))
     assert max(r.num_in_flight for r in s3_server.requests()) >= 24
-    assert time.monotonic() - began < 3
 
 
 def test_a_bucket_elsewhere_asks_for_its_region(engine, s3_server, open_engine):

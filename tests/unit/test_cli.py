@@ -381,7 +381,7 @@ def test_ctrl_c_ends_a_process_that_waits_inside_a_foreign_call_for_a_store() ->
             with connection:
                 assert connection.recv(1)  # it has asked and waits for the answer
                 process.send_signal(signal.SIGINT)
-                out, err = process.communicate(timeout=20)
+                out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, b"", b"dcpstore: interrupted\n")
 
 
