@@ -85,9 +85,9 @@ def constant_part(output: str) -> list[str]:
 
 
 @contextmanager
-def bucket(environment: Callable[[str, str], None]) -> Iterator[None]:
-    """An embedded S3 with a bucket that commands find by the environment."""
-    with MotoServer() as server, tempfile.TemporaryDirectory() as folder:
+def bucket(server: MotoServer, environment: Callable[[str, str], None]) -> Iterator[None]:
+    """Buckets of the page on an embedded S3 that commands find by the environment."""
+    with tempfile.TemporaryDirectory() as folder:
         for name, value in {
             "AWS_ENDPOINT_URL": server.endpoint_url,
             "AWS_ACCESS_KEY_ID": "key",
@@ -108,7 +108,7 @@ def bucket(environment: Callable[[str, str], None]) -> Iterator[None]:
 
 def rewrite() -> None:
     text = PAGE.read_text()
-    with bucket(os.environ.__setitem__):
+    with MotoServer() as server, bucket(server, os.environ.__setitem__):
         outputs = iter([f"$ {command}\n{run(command)}\n" for command, _ in blocks(text)])
 
     def renew(match: re.Match[str]) -> str:

@@ -7,11 +7,15 @@ import re
 import pytest
 from cli_page import PAGE, blocks, bucket, constant_part, run
 
+from dcpstore.testing import MotoServer
 
-def test_the_page_shows_what_each_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_the_page_shows_what_each_command_prints(
+    s3_server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pairs = list(blocks(PAGE.read_text()))
     assert len(pairs) >= 15
-    with bucket(monkeypatch.setenv):
+    with bucket(s3_server, monkeypatch.setenv):
         for command, output in pairs:
             assert constant_part(run(command)) == constant_part(output), command
 

@@ -37,7 +37,7 @@ from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConf
 
 __all__ = [
     "CASES",
-    "load_and_check",
+    "load_and_check_all",
     "load_case_from_folder",
     "load_cases_with_stock",
     "save_case_as_safetensors",
@@ -262,12 +262,15 @@ def save_cases(url: str, options: dict[str, Any]) -> None:
         dcp.save(build(case, 0), storage_writer=writer)
 
 
-def load_and_check(case: str, url: str, options: dict[str, Any], variant: int) -> int:
-    """Load one case in another layout and compare; return the bytes that this rank fetched."""
-    reader = ObjectStoreReader(f"{url}/{case}", storage_options=options, config=READ)
-    load_with(reader, case, variant)
-    assert reader.last_read is not None
-    return reader.last_read.fetched_bytes
+def load_and_check_all(url: str, options: dict[str, Any], variant: int) -> dict[str, int]:
+    """Load each case in another layout and compare; return the bytes that this rank fetched."""
+    fetched = {}
+    for case in CASES:
+        reader = ObjectStoreReader(f"{url}/{case}", storage_options=options, config=READ)
+        load_with(reader, case, variant)
+        assert reader.last_read is not None
+        fetched[case] = reader.last_read.fetched_bytes
+    return fetched
 
 
 def load_with(reader: Any, case: str, variant: int) -> None:

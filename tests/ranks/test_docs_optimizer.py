@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -33,15 +31,6 @@ def run_blocks(numbers: list[int], url: str) -> dict[str, Any]:
     }
     groups = [{**group, "params": tuple(group["params"])} for group in state["param_groups"]]
     return {"state": whole, "groups": groups}
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "tests" / "ranks"))
-        rank_pool = importlib.import_module("rank_pool")
-    with rank_pool.RankPool(4, tmp_path_factory.mktemp("groups")) as ranks:
-        yield ranks
 
 
 def test_what_the_page_saves_on_four_ranks_it_restores_on_two_and_on_one(
