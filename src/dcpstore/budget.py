@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -68,10 +68,11 @@ class ByteBudget:
 class SlabPool(Generic[T]):
     """A fixed number of places for parts in flight, and memory for those that need some.
 
-    A part in flight takes a place: with a slab of the pool's memory, made on first use and
-    recycled, or without one if its bytes lie elsewhere. It is handed on as a *lease*: a
-    numpy view whose death gives back place and slab. Whoever holds the last reference, be
-    it a thread of the store's engine, thereby decides when that memory may be filled again.
+    A part in flight takes a place, and a slab of the pool's memory, made on first use and
+    recycled, unless all its bytes lie elsewhere. It is handed on as *leases*: a numpy view of
+    each of its pieces, whose deaths give back place and slab. Whoever holds the last
+    reference, be it a thread of the store's engine, thereby decides when that memory may be
+    filled again.
 
     Args:
         num_slabs: Most parts in flight, hence most slabs that exist.
@@ -89,7 +90,7 @@ class SlabPool(Generic[T]):
             self._places.put(None)
 
     def acquire_place(self, *, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Take a place without a slab, waiting for one if need be.
+        """Take a place, waiting for one if need be.
 
         Raises:
             Cancelled: If ``cancelled()`` turns true while waiting.
@@ -105,26 +106,25 @@ class SlabPool(Generic[T]):
             except queue.Empty:
                 continue
 
-    def acquire(self, *, cancelled: Callable[[], bool] = lambda: False) -> T:
-        """Take a place with a slab, waiting for one if need be. One thread at a time.
-
-        Raises:
-            Cancelled: If ``cancelled()`` turns true while waiting.
-        """
-        self.acquire_place(cancelled=cancelled)
+    def take_slab(self) -> T:
+        """Take a slab, at most one for each place taken. One thread at a time."""
         try:
             return self._free.get_nowait()
         except queue.Empty:  # fewer slabs than places are in use, so there may be one more
             self.num_made += 1
             return self._make_slab()
 
-    def lease(self, window: Bytes, slab: T | None = None) -> Bytes:
-        """Return a view of ``window`` that gives back its place, and its slab, when it dies."""
-        lease = window[:]
-        weakref.finalize(lease, self._give_back, slab).atexit = False
-        return lease
+    def lease(self, pieces: Sequence[Bytes], slab: T | None = None) -> list[Bytes]:
+        """Return views of the pieces of a part; the last to die gives back place and slab."""
+        leases = [piece[:] for piece in pieces]
+        alive = list(range(len(leases)))
+        for lease in leases:
+            weakref.finalize(lease, self._end, alive, slab).atexit = False
+        return leases
 
-    def _give_back(self, slab: T | None) -> None:
-        if slab is not None:
-            self._free.put(slab)
-        self._places.put(None)
+    def _end(self, alive: list[int], slab: T | None) -> None:
+        # Finalizers run in any thread: who pops the bottom of the list is the last one.
+        if alive.pop() == 0:
+            if slab is not None:
+                self._free.put(slab)
+            self._places.put(None)

@@ -1,18 +1,21 @@
 """From tensors to objects: slabs are filled, checksummed and uploaded, all at the same time.
 
-One thread (the caller's) fills slabs; one thread per object in flight checksums and
-uploads them; the store keeps several parts of an object in flight. A slab goes back to
-the pool when the store drops it, so memory stays at the pool's size::
+One thread (the caller's) makes parts; one thread per object in flight checksums and
+uploads them; the store keeps several parts of an object in flight. What has to be copied
+goes into slabs. A slab goes back to the pool when the store drops it, so memory stays at
+the pool's size::
 
-    caller    fill slab 0 | fill slab 1 | fill slab 2 | ...        (one copy per byte)
+    caller    make part 0 | make part 1 | make part 2 | ...        (one copy per byte)
     object 0              | crc 0, put 0 ........... free slab 0
                                         | crc 1, put 1 ........... free slab 1
 
-A part that lies inside one contiguous host tensor is not copied: the store reads the
-tensor's own memory::
+Contiguous host tensors are not copied but for what is too small to be worth a piece of its
+own: the store reads their own memory. Where it gathers parts from pieces::
 
     object    [header][ tensor of 40 MiB                 ][header][ ...
-    parts     [ copied     ][ lent         ][ copied             ]
+    parts     [copied][lent][ lent         ][ lent      ][copied][ ...
+
+and where it does not, only parts that lie in a tensor as a whole are lent.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Protocol
 
@@ -36,11 +39,13 @@ from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.copying import copy_bytes_out, host_payload
 from dcpstore.manifest import DataObject
 from dcpstore.progress import Meter
-from dcpstore.store.base import Buffer, Capabilities, ObjectInfo
+from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Part
+from dcpstore.store.parts import joined
 
 __all__ = ["ObjectSink", "ObjectStream", "Uploads"]
 
 _LET_GO_S = 2.0
+_LEAST_LENT_BYTES = 1 << 16  # a piece of its own costs about as much as to copy so many
 
 
 class ObjectSink(Protocol):
@@ -57,7 +62,7 @@ class ObjectSink(Protocol):
         """Store one object and return its ETag."""
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts and return its ETag."""
 
@@ -70,23 +75,54 @@ class _Slab:
     tensor: torch.Tensor
 
 
-@dataclass(slots=True)
 class _Part:
-    """A part on its way.
+    """A part on its way: pieces of memory, one behind the other.
 
-    Attributes:
-        array: The memory.
-        slab: Where it is from the pool; None where a tensor lent it.
-        num_bytes: How much of it is filled.
-        checked: Whose payload each stretch of it is.
-        events: Per CUDA device, the end of queued copies; it must come before a read.
+    Bytes that are copied lie in the slab where they lie in the part, so that elements are
+    aligned there as in the object.
     """
 
-    array: Bytes
-    slab: _Slab | None
-    num_bytes: int = 0
-    checked: list[tuple[BlockChecksummer, int, int]] = field(default_factory=list)
-    events: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+    def __init__(self, num_slab_bytes: int) -> None:
+        self.num_bytes = 0
+        self.room_bytes = num_slab_bytes
+        self.slab: _Slab | None = None
+        self.lent: set[int] = set()  # which of the pieces belong to tensors
+        self.events: dict[torch.device, torch.cuda.Event] = {}
+        """Per CUDA device, the end of queued copies; it must come before a read."""
+        self._pieces: list[Bytes] = []
+        self._copied_from = 0
+        self._checked: list[tuple[BlockChecksummer, Bytes]] = []
+
+    def lend(self, array: Bytes, checksummer: BlockChecksummer | None) -> None:
+        """Append bytes where they lie."""
+        self._end_copied()
+        self.lent.add(len(self._pieces))
+        self._pieces.append(array)
+        self._advance(array, checksummer)
+        self._copied_from = self.num_bytes
+
+    def copied(self, num_bytes: int, checksummer: BlockChecksummer | None) -> None:
+        """Append bytes that were just written to the slab."""
+        assert self.slab is not None
+        array = self.slab.array[self.num_bytes : self.num_bytes + num_bytes]
+        self._advance(array, checksummer)
+
+    def _advance(self, array: Bytes, checksummer: BlockChecksummer | None) -> None:
+        if checksummer is not None:
+            self._checked.append((checksummer, array))
+        self.num_bytes += len(array)
+        self.room_bytes -= len(array)
+
+    def _end_copied(self) -> None:
+        if self._copied_from < self.num_bytes:
+            assert self.slab is not None
+            self._pieces.append(self.slab.array[self._copied_from : self.num_bytes])
+
+    def seal(self) -> list[Bytes]:
+        """Return the pieces; there will be no others."""
+        self._end_copied()
+        self._copied_from = self.num_bytes
+        return self._pieces
 
     def seal_copies(self) -> None:
         for device, event in self.events.items():
@@ -95,8 +131,8 @@ class _Part:
     def wait_and_check(self) -> None:
         for event in self.events.values():
             event.synchronize()
-        for checksummer, start, end in self.checked:
-            checksummer.update(self.array[start:end].data)
+        for checksummer, array in self._checked:
+            checksummer.update(array.data)
 
 
 class ObjectStream(io.RawIOBase):
@@ -113,7 +149,6 @@ class ObjectStream(io.RawIOBase):
         self._part: _Part | None = None
         self._done_bytes = 0
         self._checksummer: BlockChecksummer | None = None
-        self._checked_from = 0
 
     def writable(self) -> bool:
         """Return True."""
@@ -126,11 +161,9 @@ class ObjectStream(io.RawIOBase):
     def begin_checked(self, checksummer: BlockChecksummer) -> None:
         """From here on, checksum what is written."""
         self._checksummer = checksummer
-        self._checked_from = self._part.num_bytes if self._part else 0
 
     def end_checked(self) -> None:
         """Stop checksumming."""
-        self._note_checked()
         self._checksummer = None
 
     def write(self, data: Buffer) -> int:
@@ -138,10 +171,12 @@ class ObjectStream(io.RawIOBase):
         view = memoryview(data).cast("B")
         at = 0
         while at < len(view):
-            part, room = self._room()
-            count = min(room, len(view) - at)
-            part.array[part.num_bytes : part.num_bytes + count] = view[at : at + count]
-            part.num_bytes += count
+            part = self._open_part()
+            count = min(part.room_bytes, len(view) - at)
+            self._slab_of(part).array[part.num_bytes : part.num_bytes + count] = view[
+                at : at + count
+            ]
+            part.copied(count, self._checksummer)
             at += count
         return len(view)
 
@@ -153,64 +188,52 @@ class ObjectStream(io.RawIOBase):
         tensor must not change before they end.
         """
         total = tensor.numel() * tensor.element_size()
-        is_queued = tensor.device.type == "cuda"
-        part_bytes = self._uploads.part_bytes
-        may_lend = self._uploads.lends and total >= part_bytes
-        lender = host_payload(tensor) if may_lend else None
+        least = self._uploads.least_lent_bytes
+        lender = host_payload(tensor) if least is not None and total >= least else None
         start = 0
         while start < total:
-            if lender is not None and total - start >= part_bytes and self._is_at_boundary():
-                self._lend(lender[start : start + part_bytes])
-                start += part_bytes
-                continue
-            part, room = self._room()
-            end = min(total, start + room)
-            assert part.slab is not None
-            out = part.slab.tensor[part.num_bytes : part.num_bytes + end - start]
-            copy_bytes_out(tensor, start, end, out, non_blocking=is_queued)
-            if is_queued and tensor.device not in part.events:
-                part.events[tensor.device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            part.num_bytes += end - start
+            part = self._open_part()
+            end = min(total, start + part.room_bytes)
+            if lender is not None and least is not None and end - start >= least:
+                part.lend(lender[start:end], self._checksummer)
+            else:
+                self._copy(tensor, start, end, part)
             start = end
+
+    def _copy(self, tensor: torch.Tensor, start: int, end: int, part: _Part) -> None:
+        is_queued = tensor.device.type == "cuda"
+        out = self._slab_of(part).tensor[part.num_bytes : part.num_bytes + end - start]
+        copy_bytes_out(tensor, start, end, out, non_blocking=is_queued)
+        if is_queued and tensor.device not in part.events:
+            part.events[tensor.device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        part.copied(end - start, self._checksummer)
 
     def finish(self) -> None:
         """Hand on what is left; the object is complete."""
         self._emit()
         self.parts.put(None)
 
-    def _is_at_boundary(self) -> bool:
-        return self._part is None or self._part.num_bytes == len(self._part.array)
-
-    def _lend(self, array: Bytes) -> None:
-        """Make a whole part of memory that belongs to a tensor."""
-        self._emit()
-        self._uploads.take_place()
-        self._part = _Part(array, None, len(array))
-        self._emit()
-
-    def _room(self) -> tuple[_Part, int]:
-        if self._is_at_boundary():
+    def _open_part(self) -> _Part:
+        """Return the part that the next byte goes to; there is room for it."""
+        if self._part is not None and not self._part.room_bytes:
             self._emit()
         if self._part is None:
-            slab = self._uploads.take_slab()
-            self._part = _Part(slab.array, slab)
-        return self._part, len(self._part.array) - self._part.num_bytes
+            self._uploads.take_place()
+            self._part = _Part(self._uploads.part_bytes)
+        return self._part
 
-    def _note_checked(self) -> None:
-        if self._checksummer is not None and self._part is not None:
-            end = self._part.num_bytes
-            if end > self._checked_from:
-                self._part.checked.append((self._checksummer, self._checked_from, end))
+    def _slab_of(self, part: _Part) -> _Slab:
+        if part.slab is None:
+            part.slab = self._uploads.take_slab()
+        return part.slab
 
     def _emit(self) -> None:
         if self._part is None:
             return
-        self._note_checked()
         self._part.seal_copies()
         self._done_bytes += self._part.num_bytes
         self.parts.put(self._part)
         self._part = None
-        self._checked_from = 0
 
 
 class Uploads:
@@ -238,7 +261,8 @@ class Uploads:
         lends: bool = True,
     ) -> None:
         self._store = store
-        self.lends = lends
+        self.least_lent_bytes = self._least_lent_bytes(config) if lends else None
+        """Fewest bytes of a tensor that are worth to be sent from where they lie."""
         self._meter = meter or Meter("save")
         self._config = config
         self._pin = pin
@@ -288,8 +312,13 @@ class Uploads:
         """Size of every part but an object's last."""
         return self._config.part_bytes
 
+    def _least_lent_bytes(self, config: WriteConfig) -> int:
+        if not self._store.capabilities.gathers_parts:
+            return config.part_bytes
+        return min(_LEAST_LENT_BYTES, config.part_bytes)
+
     def take_place(self) -> None:
-        """Take a place for a part that needs no slab, waiting for one.
+        """Take a place for a part, waiting for one.
 
         Raises:
             Cancelled: If an upload failed meanwhile.
@@ -299,14 +328,8 @@ class Uploads:
         self._pool.acquire_place(cancelled=self._failed.is_set)
 
     def take_slab(self) -> _Slab:
-        """Take a free slab, waiting for one.
-
-        Raises:
-            Cancelled: If an upload failed meanwhile.
-        """
-        if self._failed.is_set():
-            raise Cancelled
-        return self._pool.acquire(cancelled=self._failed.is_set)
+        """Take memory for a part that has a place."""
+        return self._pool.take_slab()
 
     def _make_slab(self) -> _Slab:
         tensor = torch.empty(self._config.part_bytes, dtype=torch.uint8, pin_memory=self._pin)
@@ -349,13 +372,13 @@ class Uploads:
     def _put(self, stream: ObjectStream) -> DataObject:
         sent = _Count()
         parts = self._leases(stream, sent)
-        first = next(parts, b"")
+        first = next(parts, ())
         second = next(parts, None)
         if second is None:
-            etag = self._store.put(stream.key, first)
+            etag = self._store.put(stream.key, joined(first) if first else b"")
         else:
             rest = _emptying([first, second], parts)
-            del first, second  # or they would hold their slabs until the upload ends
+            del first, second  # or they would hold their memory until the upload ends
             etag = self._store.put_parts(
                 stream.key,
                 rest,
@@ -365,20 +388,19 @@ class Uploads:
         self._confirm(stream.key, sent.num_bytes)
         return DataObject(stream.key, sent.num_bytes, etag)
 
-    def _leases(self, stream: ObjectStream, sent: _Count) -> Iterator[memoryview]:
+    def _leases(self, stream: ObjectStream, sent: _Count) -> Iterator[tuple[memoryview, ...]]:
         while (part := stream.parts.get()) is not None:
             if self._failed.is_set():
                 break
             part.wait_and_check()
             num_bytes = part.num_bytes
             sent.num_bytes += num_bytes
-            lease = self._pool.lease(part.array[: part.num_bytes], part.slab)
-            if part.slab is None:
-                self._lent.append(weakref.ref(lease))
-            view = lease.data
-            del lease, part
-            yield view
-            del view
+            leases = self._pool.lease(part.seal(), part.slab)
+            self._lent.extend(weakref.ref(leases[number]) for number in part.lent)
+            views = tuple(lease.data for lease in leases)
+            del leases, part
+            yield views
+            del views
             self._meter.advance(num_bytes)
         if self._failed.is_set():
             raise Cancelled
@@ -399,8 +421,15 @@ class _Count:
     num_bytes: int = 0
 
 
-def _emptying(first: list[Buffer], rest: Iterator[memoryview]) -> Iterator[Buffer]:
+def _emptying(
+    first: list[tuple[memoryview, ...]], rest: Iterator[tuple[memoryview, ...]]
+) -> Iterator[Part]:
     """Yield all, holding none of them: `itertools.chain` would hold the list to the end."""
     while first:
-        yield first.pop(0)
-    yield from rest
+        yield _unwrapped(first.pop(0))
+    yield from map(_unwrapped, rest)
+
+
+def _unwrapped(pieces: tuple[memoryview, ...]) -> Part:
+    """Return a part as stores that gather nothing know it, where that is possible."""
+    return pieces[0] if len(pieces) == 1 else pieces

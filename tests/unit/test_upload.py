@@ -24,15 +24,20 @@ class Sink:
 
     Args:
         max_parts: Fail after so many parts of an object.
+        gathers: Take parts in pieces.
     """
 
-    capabilities = Capabilities(
-        atomic_create=True, compare_and_swap=True, parallel_parts=True, acknowledges_puts=True
-    )
-
-    def __init__(self, max_parts: int = 1000) -> None:
+    def __init__(self, max_parts: int = 1000, *, gathers: bool = False) -> None:
+        self.capabilities = Capabilities(
+            atomic_create=True,
+            compare_and_swap=True,
+            parallel_parts=True,
+            acknowledges_puts=True,
+            gathers_parts=gathers,
+        )
         self.objects: dict[str, bytes] = {}
         self.addresses: list[int] = []
+        self.sizes: list[int] = []
         self._max_parts = max_parts
 
     def head(self, key: str) -> ObjectInfo:
@@ -49,7 +54,9 @@ class Sink:
         for number, part in enumerate(parts):
             if number == self._max_parts:
                 raise StoreError("enough", key=key)
-            held.append(self._take(part))
+            pieces = part if self.capabilities.gathers_parts and type(part) is tuple else (part,)
+            held.extend(self._take(piece) for piece in pieces)
+            self.sizes.append(sum(len(piece) for piece in pieces))
         self.objects[key] = b"".join(held)
         return "etag"
 
@@ -84,6 +91,40 @@ def test_whole_parts_of_a_host_tensor_are_lent_and_the_rest_is_copied() -> None:
     assert uploads.peak_bytes <= 2 * PART, "memory was made for parts that were lent"
 
 
+def test_a_store_that_gathers_reads_host_tensors_where_they_lie() -> None:
+    sink = Sink(gathers=True)
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (3 * PART, 1 << 16)]
+    small = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    uploads = upload(sink, [small, *tensors, small])
+    expected = [b"h" * 64 + one.numpy().tobytes() for one in (small, *tensors, small)]
+    assert sink.objects["object"] == b"".join(expected)
+    assert sink.sizes == [PART, PART, PART, len(b"".join(expected)) - 3 * PART]
+    lent = [any(is_lent(one, tensor) for tensor in tensors) for one in sink.addresses]
+    # Of the last part, the end of one tensor is too short to lend, the other one is not.
+    assert lent == [False, True, True, True, False, True, False]
+    assert uploads.peak_bytes <= 2 * PART, "memory was made for parts that were lent"
+
+
+def test_pieces_of_a_part_are_checksummed_in_their_order() -> None:
+    tensors = [
+        torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (1 << 17, 100, PART, 1 << 16)
+    ]
+    checksummers = [BlockChecksummer(4096) for _ in tensors]
+    with Uploads(Sink(gathers=True), config(), pin=False) as uploads:
+        stream = uploads.open("object")
+        for tensor, checksummer in zip(tensors, checksummers, strict=True):
+            stream.write(b"h" * 64)
+            stream.begin_checked(checksummer)
+            stream.write_tensor(tensor)
+            stream.end_checked()
+        stream.finish()
+    for tensor, checksummer in zip(tensors, checksummers, strict=True):
+        expected = BlockChecksummer(4096)
+        expected.update(tensor.numpy().data)
+        assert checksummer.finish().tolist() == expected.finish().tolist()
+
+
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize(
     "make",
     [
@@ -95,8 +136,8 @@ def test_whole_parts_of_a_host_tensor_are_lent_and_the_rest_is_copied() -> None:
     ],
     ids=["another dtype", "with gaps", "transposed", "conjugate", "inside a larger storage"],
 )
-def test_tensors_of_any_form_are_stored_right(make: Any) -> None:
-    sink = Sink()
+def test_tensors_of_any_form_are_stored_right(make: Any, gathers: bool) -> None:
+    sink = Sink(gathers=gathers)
     tensor = make(torch.randint(0, 128, (3 * PART,), dtype=torch.uint8))
     upload(sink, [tensor, tensor])
     plain = tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -118,10 +159,11 @@ def test_lent_parts_are_checksummed_like_copied_ones() -> None:
     assert checksummer.finish().tolist() == expected.finish().tolist()
 
 
-def test_a_failed_upload_ends_although_parts_were_lent() -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_failed_upload_ends_although_parts_were_lent(gathers: bool) -> None:
     tensor = torch.zeros(6 * PART, dtype=torch.uint8)
     with pytest.raises(StoreError, match="enough"):
-        upload(Sink(max_parts=2), [tensor], num_parts=2)
+        upload(Sink(max_parts=2, gathers=gathers), [tensor], num_parts=2)
 
 
 def test_saving_and_loading_leave_storages_resizable(tmp_path) -> None:

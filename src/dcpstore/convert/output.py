@@ -31,7 +31,7 @@ from dcpstore.errors import (
 )
 from dcpstore.manifest import DataObject
 from dcpstore.progress import Meter
-from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Store
+from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Part, Store
 from dcpstore.store.location import file_location
 from dcpstore.upload import ObjectStream, Uploads
 
@@ -188,7 +188,7 @@ class _Publisher:
         return etag
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         if self._creates:
             parts = self._then_look(key, parts)
@@ -198,7 +198,7 @@ class _Publisher:
         self.published.append(key)
         return etag
 
-    def _then_look(self, key: str, parts: Iterable[Buffer]) -> Iterator[Buffer]:
+    def _then_look(self, key: str, parts: Iterable[Part]) -> Iterator[Part]:
         """No store's multipart upload takes a condition through its engine: look before it ends."""
         yield from parts
         # obstore takes the parts inside its own event loop, where no other request may begin.

@@ -28,6 +28,7 @@ __all__ = [
     "Fetched",
     "IfMatch",
     "ObjectInfo",
+    "Part",
     "PutMode",
     "Store",
 ]
@@ -41,6 +42,8 @@ class IfMatch:
 
 
 PutMode: TypeAlias = Literal["overwrite", "create"] | IfMatch
+Part: TypeAlias = Buffer | tuple[Buffer, ...]
+"""A part of an upload: its bytes, or the pieces that lie one behind the other in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,15 @@ class Capabilities:
         parallel_parts: ``put_parts`` sends several parts of one object at a time.
         acknowledges_puts: A put returns the ETag that the store gave the object. Where
             False, the caller should ``head`` an object to be sure of it.
+        gathers_parts: ``put_parts`` sends the pieces of a part from where they lie. Where
+            False, it joins them first, in memory of its own.
     """
 
     atomic_create: bool
     compare_and_swap: bool
     parallel_parts: bool
     acknowledges_puts: bool
+    gathers_parts: bool = False
 
 
 @runtime_checkable
@@ -141,14 +147,14 @@ class Store(Protocol):
         """
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts, several in flight, and return its ETag.
 
         ``parts`` is iterated in the calling thread. Every part but the last has
-        exactly ``part_bytes`` (at least 5 MiB on S3). A part is released (its last
-        reference dropped) as soon as it is stored, so the caller may refill its
-        memory then. If iteration or a part fails, the upload is aborted, nothing is
+        exactly ``part_bytes`` (at least 5 MiB on S3). A part is released (the last
+        reference to each of its pieces dropped) as soon as it is stored, so the caller may
+        refill its memory then. If iteration or a part fails, the upload is aborted, nothing is
         published under ``key``, and the first error is raised.
         """
 

@@ -22,7 +22,7 @@ from dcpstore.store.verdicts import check_length, deletes_failed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from dcpstore.store.base import Buffer, PutMode
+    from dcpstore.store.base import Buffer, Part, PutMode
     from dcpstore.store.location import Location
 
 __all__ = ["FsspecStore"]
@@ -112,7 +112,7 @@ class FsspecStore:
         return _ask(asked, lambda: self._writer.put(self._clients.get(), path, body, mode))
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts, one after another, and return its ETag."""
         del max_concurrency  # a file object takes one part at a time

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,11 +17,17 @@ import obstore
 import obstore.exceptions
 
 from dcpstore.errors import CheckpointError, NotFoundError, StoreError
-from dcpstore.store.base import Buffer, Capabilities, Fetched, IfMatch, ObjectInfo, PutMode
+from dcpstore.store.base import Buffer, Capabilities, Fetched, IfMatch, ObjectInfo, Part, PutMode
 from dcpstore.store.error_map import Asked, from_obstore
 from dcpstore.store.obstore_clients import ObstoreClients
 from dcpstore.store.options import translate
-from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
+from dcpstore.store.parts import (
+    as_bytes_view,
+    check_key,
+    checked_pieces,
+    joined,
+    num_bytes_of,
+)
 from dcpstore.store.retry import RetryPolicy
 from dcpstore.store.server_copy import CopyMode, Origin
 from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, with_either_mark
@@ -82,6 +89,7 @@ class ObstoreStore:
             compare_and_swap=self._location.scheme != "file",
             parallel_parts=True,
             acknowledges_puts=True,
+            gathers_parts=True,
         )
 
     def get(self, key: str) -> Fetched:
@@ -130,18 +138,19 @@ class ObstoreStore:
         return self._mark(with_either_mark(mode, send))
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts, several in flight, and return its ETag."""
         path = self._path(key)
-        stream = checked_parts(parts, part_bytes)
-        held = [self._body(next(stream, memoryview(b"")))]
-        if held[0].nbytes < part_bytes:
+        stream = checked_pieces(parts, part_bytes)
+        first = next(stream, (memoryview(b""),))
+        if num_bytes_of(first) < part_bytes:
             for _ in stream:  # raises: a part after a short one
                 pass
-            return self.put(key, held.pop())
-        is_remote = bool(self._location.bucket)
-        source = _Source(held, map(self._body, stream), part_bytes, is_remote=is_remote)
+            return self.put(key, joined(first))
+        held = [first]
+        del first  # or it would be held until the upload ends
+        source = _Source(held, stream, part_bytes, self._body, waits=bool(self._location.bucket))
         try:
             result = _ask(
                 Asked("put_parts", key, self.url),
@@ -248,26 +257,30 @@ class ObstoreStore:
 
 
 class _Source:
-    """The parts as obstore's iterator; keeps what their iteration raised.
+    """The pieces of the parts as obstore's iterator; keeps what their iteration raised.
 
-    obstore aborts the upload as soon as an exception leaves here. A part that is still
-    being sent then may land after the abort, and S3 would keep it for ever, so the
-    exception waits until obstore has dropped every part. A short last part is not waited
+    obstore makes parts of ``part_bytes`` from whatever pieces it is given, each of which it
+    reads where it lies. It aborts the upload as soon as an exception leaves here. A part that
+    is still being sent then may land after the abort, and S3 would keep it for ever, so the
+    exception waits until obstore has dropped every piece. A short last part is not waited
     for: obstore keeps it, unsent, until it is told that there is no other.
     """
 
     def __init__(
         self,
-        held: list[memoryview],
-        rest: Iterator[memoryview],
+        held: list[tuple[memoryview, ...]],
+        rest: Iterator[tuple[memoryview, ...]],
         part_bytes: int,
+        body: Callable[[memoryview], memoryview],
         *,
-        is_remote: bool,
+        waits: bool,
     ) -> None:
-        self._is_remote = is_remote
+        self._waits = waits
         self._part_bytes = part_bytes
+        self._body = body
         self._held = held
         self._rest = rest
+        self._pieces: deque[memoryview] = deque()
         self._sent: list[weakref.ref[memoryview]] = []
         self.error: Exception | None = None
 
@@ -275,19 +288,24 @@ class _Source:
         return self
 
     def __next__(self) -> memoryview:
+        while not self._pieces:
+            self._take_part()
+        return self._body(self._pieces.popleft())
+
+    def _take_part(self) -> None:
         try:
             part = self._held.pop() if self._held else next(self._rest)
         except StopIteration:
             raise
         except Exception as error:
             self.error = error
-            if self._is_remote:
+            if self._waits:
                 self._wait_for_parts()
             raise
         self._sent = [one for one in self._sent if one() is not None]
-        if part.nbytes == self._part_bytes:
-            self._sent.append(weakref.ref(part))
-        return part
+        if num_bytes_of(part) == self._part_bytes:
+            self._sent.extend(map(weakref.ref, part))
+        self._pieces.extend(part)
 
     def _wait_for_parts(self) -> None:
         until = time.monotonic() + _DRAIN_S

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING
 from dcpstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dcpstore.store.base import Buffer
+    from dcpstore.store.base import Buffer, Part
 
-__all__ = ["as_bytes_view", "check_key", "checked_parts"]
+__all__ = [
+    "as_bytes_view",
+    "check_key",
+    "checked_parts",
+    "checked_pieces",
+    "joined",
+    "num_bytes_of",
+    "pieces_of",
+]
 
 
 def as_bytes_view(data: Buffer) -> memoryview:
@@ -43,8 +51,37 @@ def check_key(key: str) -> str:
     return key
 
 
-def checked_parts(parts: Iterable[Buffer], part_bytes: int) -> Iterator[memoryview]:
-    """Yield parts as flat bytes and hold none of them.
+def pieces_of(part: Part) -> tuple[memoryview, ...]:
+    """View the pieces of a part as flat bytes, without a copy."""
+    pieces = part if isinstance(part, tuple) else (part,)
+    return tuple(as_bytes_view(piece) for piece in pieces)
+
+
+def joined(pieces: tuple[memoryview, ...]) -> memoryview:
+    """Return the bytes of a part in one buffer; copies them if they lie in several."""
+    return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+
+def num_bytes_of(pieces: Iterable[memoryview]) -> int:
+    """Return how long a part is."""
+    return sum(piece.nbytes for piece in pieces)
+
+
+def checked_parts(parts: Iterable[Part], part_bytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of each part in one buffer and hold none of them.
+
+    Raises:
+        ConfigError: As `checked_pieces`.
+    """
+    for pieces in checked_pieces(parts, part_bytes):
+        whole = joined(pieces)
+        del pieces
+        yield whole
+        del whole
+
+
+def checked_pieces(parts: Iterable[Part], part_bytes: int) -> Iterator[tuple[memoryview, ...]]:
+    """Yield the pieces of each part as flat bytes and hold none of them.
 
     Raises:
         ConfigError: If a part other than the last has another size than ``part_bytes``,
@@ -56,13 +93,14 @@ def checked_parts(parts: Iterable[Buffer], part_bytes: int) -> Iterator[memoryvi
     number = -1
     for part in parts:  # enumerate would hold each part until the next one is there
         number += 1
-        view = as_bytes_view(part)
+        pieces = pieces_of(part)
         del part
-        if short is not None or view.nbytes > part_bytes:
+        num_bytes = num_bytes_of(pieces)
+        if short is not None or num_bytes > part_bytes:
             at = number if short is None else number - 1
-            size = view.nbytes if short is None else short
+            size = num_bytes if short is None else short
             raise ConfigError(f"part {at} has {size} bytes; all but the last need {part_bytes}")
-        if view.nbytes < part_bytes:
-            short = view.nbytes
-        yield view
-        del view
+        if num_bytes < part_bytes:
+            short = num_bytes
+        yield pieces
+        del pieces

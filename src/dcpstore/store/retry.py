@@ -26,7 +26,15 @@ from dcpstore.errors import StoreError
 from dcpstore.store.limiter import AdaptiveLimiter
 
 if TYPE_CHECKING:
-    from dcpstore.store.base import Buffer, Capabilities, Fetched, ObjectInfo, PutMode, Store
+    from dcpstore.store.base import (
+        Buffer,
+        Capabilities,
+        Fetched,
+        ObjectInfo,
+        Part,
+        PutMode,
+        Store,
+    )
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["RetryPolicy", "RetryingStore", "call_with_retries"]
@@ -137,7 +145,7 @@ class RetryingStore:
         return self._repeat(lambda: self._inner.put(key, data, mode=mode), may_repeat)
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts; only its engine can repeat one.
 

@@ -33,7 +33,7 @@ from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from dcpstore.store.base import Buffer, PutMode
+    from dcpstore.store.base import Buffer, Part, PutMode
     from dcpstore.store.location import Location
 
 __all__ = ["S3fsStore"]
@@ -130,7 +130,7 @@ class S3fsStore:
         return with_either_mark(mode, send).get("ETag") or None
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts, several in flight, and return its ETag."""
         stream = checked_parts(parts, part_bytes)

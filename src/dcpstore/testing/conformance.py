@@ -26,7 +26,7 @@ from dcpstore.errors import (
     CorruptError,
     NotFoundError,
 )
-from dcpstore.store.base import IfMatch, Store
+from dcpstore.store.base import IfMatch, Part, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -214,6 +214,10 @@ def parts_become_one_object(store: Store) -> None:
     joint = bytes(store.get_range("parts/object", PART_BYTES - 3, PART_BYTES + 3))
     _check(joint == part[-3:] + part[:3], "bytes around a joint")
     _check(bytes(store.get_range("parts/object", end, end + 4)) == b"tail", "the last part")
+    pieces: list[Part] = [(part[:100], part[100:1000], part[1000:]), part, (b"ta", b"il")]
+    store.put_parts("parts/object", iter(pieces), part_bytes=PART_BYTES, max_concurrency=3)
+    whole = bytes(store.get("parts/object").data)
+    _check(whole == part + part + b"tail", "parts in pieces are their bytes one after the other")
 
 
 def a_failing_stream_publishes_nothing(store: Store) -> None:

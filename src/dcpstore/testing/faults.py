@@ -13,7 +13,7 @@ from dcpstore.store.base import Fetched, ObjectInfo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from dcpstore.store.base import Buffer, Capabilities, PutMode, Store
+    from dcpstore.store.base import Buffer, Capabilities, Part, PutMode, Store
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["Crashed", "FaultyStore", "StoreFault"]
@@ -153,12 +153,12 @@ class FaultyStore:
         return self._under("put", key, lambda: self._inner.put(key, data, mode=mode))
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts, several in flight, and return its ETag."""
         fault = self._take("put_parts", key)
 
-        def failing() -> Iterator[Buffer]:
+        def failing() -> Iterator[Part]:
             for number, part in enumerate(parts):
                 self._check_alive("put_parts", key)
                 if fault is not None and fault.after_parts == number:

@@ -6,12 +6,20 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-from dcpstore.store.parts import as_bytes_view
+from dcpstore.store.parts import as_bytes_view, num_bytes_of, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from dcpstore.store.base import Buffer, Capabilities, Fetched, ObjectInfo, PutMode, Store
+    from dcpstore.store.base import (
+        Buffer,
+        Capabilities,
+        Fetched,
+        ObjectInfo,
+        Part,
+        PutMode,
+        Store,
+    )
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["LatencyStore"]
@@ -93,14 +101,14 @@ class LatencyStore:
         return self._inner.put(key, data, mode=mode)
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts, several in flight, and return its ETag."""
 
-        def slowly() -> Iterator[Buffer]:
+        def slowly() -> Iterator[Part]:
             for part in parts:
                 self._sleep(self._latency_s / max_concurrency)
-                self._transfer(as_bytes_view(part).nbytes)
+                self._transfer(num_bytes_of(pieces_of(part)))
                 yield part
                 del part
 

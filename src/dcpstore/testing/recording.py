@@ -9,12 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from dcpstore.store.parts import as_bytes_view
+from dcpstore.store.parts import as_bytes_view, num_bytes_of, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from dcpstore.store.base import Buffer, Capabilities, Fetched, ObjectInfo, PutMode, Store
+    from dcpstore.store.base import (
+        Buffer,
+        Capabilities,
+        Fetched,
+        ObjectInfo,
+        Part,
+        PutMode,
+        Store,
+    )
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["RecordingStore", "StoreRequest"]
@@ -154,7 +162,7 @@ class RecordingStore:
             return self._inner.put(key, data, mode=mode)
 
     def put_parts(
-        self, key: str, parts: Iterable[Buffer], *, part_bytes: int, max_concurrency: int
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts, several in flight, and return its ETag."""
         with self._record("put_parts", key) as call:
@@ -235,8 +243,8 @@ class RecordingStore:
         return type(self), (self._inner,)
 
 
-def _counting(parts: Iterable[Buffer], call: _Open) -> Iterator[Buffer]:
+def _counting(parts: Iterable[Part], call: _Open) -> Iterator[Part]:
     for part in parts:
-        call.num_bytes += as_bytes_view(part).nbytes
+        call.num_bytes += num_bytes_of(pieces_of(part))
         yield part
         del part
