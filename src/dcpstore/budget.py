@@ -58,6 +58,15 @@ class ByteBudget:
             self._held_bytes += num_bytes
             self._peak_bytes = max(self._peak_bytes, self._held_bytes)
 
+    def try_acquire(self, num_bytes: int) -> bool:
+        """Take ``num_bytes`` if they fit now; tell whether they did."""
+        with self._changed:
+            if self._held_bytes + num_bytes > self._max_bytes:
+                return False
+            self._held_bytes += num_bytes
+            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+            return True
+
     def release(self, num_bytes: int) -> None:
         """Give ``num_bytes`` back."""
         with self._changed:

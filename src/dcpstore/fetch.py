@@ -61,11 +61,13 @@ logger = logging.getLogger(__name__)
 MEMORY_PER_BYTE = 2
 
 
-def _hedge(store: Store, config: ReadConfig) -> RangeHedge | None:
+def _hedge(store: Store, config: ReadConfig, budget: ByteBudget) -> RangeHedge | None:
     is_distant = not store.url.startswith(("file://", "memory://"))
     if not (is_distant and config.hedge_share):
         return None
-    return RangeHedge(store, max_requests=config.max_requests, max_share=config.hedge_share)
+    return RangeHedge(
+        store, max_requests=config.max_requests, max_share=config.hedge_share, budget=budget
+    )
 
 
 @dataclass(slots=True)
@@ -124,7 +126,7 @@ class ReadJob:
         # Two at a time fit: one travels between ranks while the next is fetched.
         self._request_bytes = min(config.request_bytes, config.budget_bytes // 2)
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
-        self._hedge = _hedge(store, config)
+        self._hedge = _hedge(store, config, self._budget)
         self._failed = threading.Event()
         self._error: BaseException | None = None
         self._slots: list[Slot] = []

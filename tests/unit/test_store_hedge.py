@@ -13,6 +13,7 @@ import torch
 
 import dcpstore
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, StoreError
+from dcpstore.budget import ByteBudget
 from dcpstore.store import open_store
 from dcpstore.store.hedge import RangeHedge
 
@@ -117,6 +118,19 @@ def test_a_share_of_zero_never_asks_twice() -> None:
         threading.Timer(10 * DELAY_S, store.go_on.set).start()
         one.get_range("k", 7, 8)
         assert store.asked[7] == 1
+
+
+def test_second_answers_have_their_place_in_the_budget_until_both_have_ended() -> None:
+    store, budget = SlowStore(slow=(7, 8)), ByteBudget(5)
+    with hedge(store, budget=budget, max_share=1.0) as one:
+        budget.acquire(3)  # the first answer's, by whoever asks
+        assert bytes(one.get_range("k", 7, 9)) == b"\7\7"
+        assert not budget.try_acquire(1), "the slow answer may still come"
+        threading.Timer(20 * DELAY_S, store.go_on.set).start()
+        one.get_range("k", 8, 9)
+        assert store.asked == {7: 2, 8: 1}, "asked again where the budget has no room"
+    budget.acquire(2)  # waits until the slow answer of the first range has ended
+    assert budget.peak_bytes == 5
 
 
 def test_closing_does_not_wait_for_an_answer_that_nobody_needs() -> None:

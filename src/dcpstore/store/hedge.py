@@ -14,13 +14,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from time import monotonic
 
+from dcpstore.budget import ByteBudget
 from dcpstore.store.base import Store
 
 __all__ = ["RangeHedge"]
 
 _LEAST_DELAY_S = 0.3  # below this a second request is not worth its price
 _NUM_KNOWN = 16  # answers to judge by, at least
-_MAX_IN_FLIGHT = 4  # pairs at a time: second answers are outside the read budget
+_MAX_IN_FLIGHT = 4  # pairs at a time, each of which keeps a thread more
 
 
 class RangeHedge:
@@ -33,6 +34,7 @@ class RangeHedge:
         max_requests: Calls of `get_range` at a time.
         max_share: Most second requests, as a share of all.
         least_delay_s: Never ask again sooner.
+        budget: Memory for second answers; where it has no room, none is asked for.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class RangeHedge:
         max_requests: int,
         max_share: float,
         least_delay_s: float = _LEAST_DELAY_S,
+        budget: ByteBudget | None = None,
     ) -> None:
+        self._budget = budget
         self._store = store
         self._max_share = max_share
         self._least_delay_s = least_delay_s
@@ -72,7 +76,7 @@ class RangeHedge:
         second = self._executor.submit(self._timed, key, start, end)
         running = {first, second}
         for one in (first, second):
-            one.add_done_callback(partial(self._forget, running))
+            one.add_done_callback(partial(self._forget, running, end - start))
         done, _ = wait([first, second], return_when=FIRST_COMPLETED)
         for one in done:
             if one.exception() is None:
@@ -97,14 +101,20 @@ class RangeHedge:
             share = (self.num_again + 1) / self._num_asked
             if self._num_in_flight >= _MAX_IN_FLIGHT or share > self._max_share:
                 return False
+            if self._budget is not None and not self._budget.try_acquire(num_bytes):
+                return False
             self.num_again += 1
             self.again_bytes += num_bytes
             self._num_in_flight += 1
             return True
 
-    def _forget(self, running: set[Future[memoryview]], ended: Future[memoryview]) -> None:
+    def _forget(
+        self, running: set[Future[memoryview]], num_bytes: int, ended: Future[memoryview]
+    ) -> None:
         """Count a pair as in flight until both have ended: a slow one keeps its thread."""
         with self._lock:
             running.discard(ended)
             if not running:
                 self._num_in_flight -= 1
+                if self._budget is not None:
+                    self._budget.release(num_bytes)

@@ -33,7 +33,7 @@ class RankTime:
     def __init__(self, num_ranks: int) -> None:
         self._lock = threading.Lock()
         self._now_s = 0.0
-        self._num_away = dict.fromkeys(range(num_ranks), 0)
+        self._at_work = set(range(num_ranks))
         self._waits: dict[int, _Wait] = {}
         self._rank = threading.local()
 
@@ -52,13 +52,21 @@ class RankTime:
 
     @contextmanager
     def away(self, rank: int) -> Iterator[None]:
-        """Let time pass without a rank: it hangs, or waits for something but the group."""
+        """Let time pass without a rank: it hangs, or waits for something but the group.
+
+        If it is another rank that ends this, that one calls `come_back` first: the thread itself
+        may wake up when time has passed already.
+        """
         self._leave(rank)
         try:
             yield
         finally:
-            with self._lock:
-                self._num_away[rank] -= 1
+            self.come_back(rank)
+
+    def come_back(self, *ranks: int) -> None:
+        """Let no time pass without these ranks any more."""
+        with self._lock:
+            self._at_work.update(ranks)
 
     def wait(self, event: threading.Event, timeout_s: float) -> bool:
         """Wait as a rank. Whether the event came in time."""
@@ -76,13 +84,12 @@ class RankTime:
 
     def _leave(self, rank: int) -> None:
         with self._lock:
-            self._num_away[rank] += 1
+            self._at_work.discard(rank)
             self._pass()
 
     def _pass(self) -> None:
         """Jump, if nobody is at work. Who was woken and does not know yet is at work."""
-        here = [rank for rank, times in self._num_away.items() if not times]
-        waits = [self._waits.get(rank) for rank in here]
+        waits = [self._waits.get(rank) for rank in self._at_work]
         if any(one is None or one.is_over or one.event.is_set() for one in waits):
             return
         self._now_s = min([one.until_s for one in waits if one is not None], default=self._now_s)
