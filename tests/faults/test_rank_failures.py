@@ -58,8 +58,14 @@ def fail(phase: str, failing: tuple[int, ...], kind: Kind, coordinator: int) -> 
     """Fail once, then save and load well on the same group."""
     backend, clock, outcome = Backend(), RankTime(NUM_RANKS), Outcome()
     bomb = Bomb(phase, failing, kind, away=clock.away)
-    all_raised = threading.Barrier(NUM_RANKS)
-    survivors_raised = threading.Barrier(NUM_RANKS - len(failing), action=bomb.release.set)
+
+    def release() -> None:
+        clock.come_back(*failing)
+        bomb.release.set()
+
+    everyone = range(NUM_RANKS)
+    all_raised = threading.Barrier(NUM_RANKS, action=lambda: clock.come_back(*everyone))
+    survivors_raised = threading.Barrier(NUM_RANKS - len(failing), action=release)
 
     def disarm() -> None:
         bomb.is_armed = False
@@ -76,12 +82,14 @@ def fail(phase: str, failing: tuple[int, ...], kind: Kind, coordinator: int) -> 
             if group.is_coordinator:
                 before.update(backend.names())
         outcome.errors[rank], outcome.seconds[rank] = job.fail()
-        with clock.away(rank):
-            if kind == "hang" and rank not in failing:
+        if kind == "hang" and rank not in failing:
+            with clock.away(rank):
                 survivors_raised.wait(100)
-            if all_raised.wait(100) == 0:
-                disarm()
-            all_raised.wait(100)
+        for then in (disarm, lambda: None):
+            with clock.away(rank):
+                is_one = all_raised.wait(100) == 0
+            if is_one:
+                then()
         if outcome.is_sealed:
             job.load(1)
         job.save(2)

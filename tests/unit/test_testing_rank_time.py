@@ -49,6 +49,28 @@ def test_time_jumps_to_the_deadline_once_all_others_wait(silent: int) -> None:
     assert [set(raised[rank].causes) for rank in range(3)] == [{silent}] * 3
 
 
+def test_who_is_called_back_is_waited_for_before_it_wakes_up() -> None:
+    clock, is_away, is_called = RankTime(2), threading.Event(), threading.Event()
+
+    def come_late(group: RankGroup) -> None:
+        with clock.away(1):
+            is_away.set()
+            assert is_called.wait(60)
+            time.sleep(0.2)
+
+    def call(group: RankGroup) -> None:
+        assert is_away.wait(60)
+        clock.come_back(1)
+        is_called.set()
+
+    def work(group: RankGroup) -> float:
+        (come_late if group.rank == 1 else call)(group)
+        barrier(group, "together")
+        return clock()
+
+    assert ThreadRanks(2, rank_time=clock).run(work, wait_s=60).values() == [0, 0]
+
+
 def test_nobody_waits_for_a_rank_that_has_left() -> None:
     clock = RankTime(2)
 
