@@ -11,12 +11,24 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ByteBudget", "Cancelled", "SlabPool"]
+__all__ = ["ByteBudget", "Cancelled", "SlabPool", "bytes_in_flight"]
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 
 _POLL_S = 0.05  # how often a blocked wait looks whether the operation was cancelled
+
+
+# An engine allocates every answer anew, and the C allocator keeps about as much again for
+# threads that freed theirs. 128 MiB in flight grew the process by 220 to 240 MiB over a link
+# with latency and by 280 from a near server; 107 by 180 and 253
+# (python -m benchmarks --only load load-fast --systems ours).
+_MEMORY_PER_BYTE = 2.4
+
+
+def bytes_in_flight(budget_bytes: int) -> int:
+    """Return how many fetched bytes may be held at a time, for all memory to fit a budget."""
+    return int(budget_bytes / _MEMORY_PER_BYTE)
 
 
 class Cancelled(Exception):

@@ -26,7 +26,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcpstore.budget import ByteBudget, Cancelled
+from dcpstore.budget import ByteBudget, Cancelled, bytes_in_flight
 from dcpstore.collector import collector_paused
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
@@ -51,14 +51,9 @@ from dcpstore.store.base import Store
 from dcpstore.store.hedge import RangeHedge
 from dcpstore.targets import Target, resolve_targets
 
-__all__ = ["MEMORY_PER_BYTE", "ReadJob", "ReadStats"]
+__all__ = ["ReadJob", "ReadStats"]
 
 logger = logging.getLogger(__name__)
-
-# The engine allocates every answer anew, and the C allocator keeps about as much again for
-# threads that freed theirs: 256 MiB in flight grew the process by 390 to 420 MiB, half of
-# that by 220 to 240 (python -m benchmarks --only load --systems ours).
-MEMORY_PER_BYTE = 2
 
 
 def _hedge(store: Store, config: ReadConfig, budget: ByteBudget) -> RangeHedge | None:
@@ -122,7 +117,7 @@ class ReadJob:
         self._items = items
         self._registry = registry
         self._meter = meter or Meter("load")
-        self._budget = ByteBudget(config.budget_bytes // MEMORY_PER_BYTE)
+        self._budget = ByteBudget(bytes_in_flight(config.budget_bytes))
         # Two at a time fit: one travels between ranks while the next is fetched.
         self._request_bytes = min(config.request_bytes, config.budget_bytes // 2)
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")

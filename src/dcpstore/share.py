@@ -20,9 +20,10 @@ from typing import Literal
 import numpy as np
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from dcpstore.budget import bytes_in_flight
 from dcpstore.collectives import RankGroup, steps
 from dcpstore.config import ReadConfig
-from dcpstore.fetch import MEMORY_PER_BYTE, ReadJob
+from dcpstore.fetch import ReadJob
 from dcpstore.planning.exchange.cache import PlanCache, cache_key
 from dcpstore.planning.exchange.wire import content_digest
 from dcpstore.planning.reads import Request
@@ -170,10 +171,9 @@ class _ShareExchange:
 def _wave_bytes(config: ReadConfig) -> int:
     """Return what a wave may hold of the budget.
 
-    Half, as the next is fetched while this one travels, and half of that, as the engine's
-    allocator holds about as much again.
+    Half of what may be in flight, as the next is fetched while this one travels.
     """
-    return config.budget_bytes // (2 * MEMORY_PER_BYTE)
+    return bytes_in_flight(config.budget_bytes) // 2
 
 
 def _bundle_bytes(config: ReadConfig) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dcpstore.audit.findings import Finding
-from dcpstore.budget import ByteBudget, Cancelled
+from dcpstore.budget import ByteBudget, Cancelled, bytes_in_flight
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError, StoreError
 from dcpstore.progress import Meter
@@ -25,9 +25,6 @@ from dcpstore.ranges import ByteRange
 from dcpstore.store.base import Store
 
 __all__ = ["Piece", "ScanStats", "Scanner", "loss_of"]
-
-# Of the budget, the engine's allocator takes half: see `dcpstore.fetch`.
-_MEMORY_PER_BYTE = 2
 
 
 class Piece(Protocol):
@@ -73,7 +70,7 @@ class Scanner:
         self._store = store
         self._config = config
         self._meter = meter
-        self._budget = ByteBudget(config.budget_bytes // _MEMORY_PER_BYTE)
+        self._budget = ByteBudget(bytes_in_flight(config.budget_bytes))
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._error: BaseException | None = None
