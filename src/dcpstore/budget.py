@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
+import math
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ByteBudget", "Cancelled", "SlabPool", "bytes_in_flight"]
+__all__ = ["ByteBudget", "Cancelled", "FlightWindow", "SlabPool", "bytes_in_flight"]
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 
-_POLL_S = 0.05  # how often a blocked wait looks whether the operation was cancelled
+_POLL_S = 0.02  # how often a blocked wait looks whether the operation was cancelled
+_NEAR_S = 0.02  # a near store has answered by then
+_LEAST_IN_FLIGHT = 8
+_MOST_BYTES_PER_S = 4e9  # more than one process takes in
 
 
 # An engine allocates every answer anew, and the C allocator keeps about as much again for
-# threads that freed theirs. 128 MiB in flight grew the process by 220 to 240 MiB over a link
-# with latency and by 280 from a near server; 107 by 180 and 253
-# (python -m benchmarks --only load load-fast --systems ours).
-_MEMORY_PER_BYTE = 2.4
+# threads that freed theirs: 256 MiB in flight grew the process by 390 to 420 MiB, half of
+# that by 220 to 240 (python -m benchmarks --only load --systems ours).
+_MEMORY_PER_BYTE = 2
 
 
 def bytes_in_flight(budget_bytes: int) -> int:
     """Return how many fetched bytes may be held at a time, for all memory to fit a budget."""
-    return int(budget_bytes / _MEMORY_PER_BYTE)
+    return budget_bytes // _MEMORY_PER_BYTE
 
 
 class Cancelled(Exception):
     """The operation this wait belongs to has failed elsewhere."""
+
+
+class FlightWindow:
+    """How many bytes in flight are enough to fill any link: its rate times its delay.
+
+    A distant store has to be asked for much at a time. Of a near one, whose answers take
+    milliseconds, the same number of requests only takes fresh memory and makes threads wait for
+    each other. The quickest answer tells which it is; before there is one, few are asked for,
+    but not for long. Thread-safe.
+
+    Args:
+        request_bytes: Of a usual request; the answers of smaller ones tell nothing.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, request_bytes: int, clock: Callable[[], float] = monotonic) -> None:
+        self._request_bytes = request_bytes
+        self._clock = clock
+        self._least_bytes = _LEAST_IN_FLIGHT * request_bytes
+        self._began: float | None = None
+        self._quickest_s: float | None = None
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """Learn from an answer."""
+        if 2 * num_bytes >= self._request_bytes:
+            self._quickest_s = min(seconds, self._quickest_s or seconds)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it makes sense to have in flight now."""
+        quickest_s = self._quickest_s
+        if quickest_s is None:
+            now = self._clock()
+            if self._began is None:
+                self._began = now
+            quickest_s = 0.0 if now < self._began + _NEAR_S else math.inf
+        return int(min(max(self._least_bytes, _MOST_BYTES_PER_S * quickest_s), sys.maxsize))
 
 
 class ByteBudget:
@@ -43,10 +85,12 @@ class ByteBudget:
 
     Args:
         max_bytes: Most bytes held at a time.
+        window: Makes waiting requests wait for less than that.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, window: FlightWindow | None = None) -> None:
         self._max_bytes = max_bytes
+        self._window = window
         self._held_bytes = 0
         self._peak_bytes = 0
         self._changed = threading.Condition()
@@ -63,7 +107,7 @@ class ByteBudget:
             Cancelled: If ``cancelled()`` turns true while waiting.
         """
         with self._changed:
-            while self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
+            while self._held_bytes and self._held_bytes + num_bytes > self._limit_bytes():
                 if cancelled():
                     raise Cancelled
                 self._changed.wait(_POLL_S)
@@ -78,6 +122,9 @@ class ByteBudget:
             self._held_bytes += num_bytes
             self._peak_bytes = max(self._peak_bytes, self._held_bytes)
             return True
+
+    def _limit_bytes(self) -> int:
+        return self._max_bytes if self._window is None else min(self._max_bytes, self._window.size)
 
     def release(self, num_bytes: int) -> None:
         """Give ``num_bytes`` back."""

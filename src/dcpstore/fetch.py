@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcpstore.budget import ByteBudget, Cancelled, bytes_in_flight
+from dcpstore.budget import ByteBudget, Cancelled, FlightWindow, bytes_in_flight
 from dcpstore.collector import collector_paused
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
@@ -117,9 +118,10 @@ class ReadJob:
         self._items = items
         self._registry = registry
         self._meter = meter or Meter("load")
-        self._budget = ByteBudget(bytes_in_flight(config.budget_bytes))
         # Two at a time fit: one travels between ranks while the next is fetched.
         self._request_bytes = min(config.request_bytes, config.budget_bytes // 2)
+        self._window = FlightWindow(self._request_bytes)
+        self._budget = ByteBudget(bytes_in_flight(config.budget_bytes), self._window)
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
         self._hedge = _hedge(store, config, self._budget)
         self._failed = threading.Event()
@@ -310,13 +312,16 @@ class ReadJob:
         return data
 
     def _get(self, request: Request) -> memoryview:
+        began = monotonic()
         try:
-            return (self._hedge or self._store).get_range(request.key, *request.range)
+            data = (self._hedge or self._store).get_range(request.key, *request.range)
         except NotFoundError as error:
             raise NotFoundError(
                 f"{error.message}. The checkpoint's metadata names it: it was deleted since, or"
                 " another save replaced the checkpoint while this load ran. Load again"
             ) from error
+        self._window.note(len(data), monotonic() - began)
+        return data
 
     def _first_bad(self, request: Request, data: memoryview) -> CorruptError | None:
         if not self._config.verify:
