@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.link import Link
 from benchmarks.plot import plot
 from benchmarks.processes import Client, GoogleServer, Server
-from benchmarks.report import publish, render
+from benchmarks.report import publish, render, renew
 from benchmarks.running import Bench
 from benchmarks.scenarios import LINKS, SCENARIOS, Scenario
 from benchmarks.systems import SYSTEMS, is_installed
@@ -72,7 +72,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [scenario.name for scenario in SCENARIOS]
     parser.add_argument("--only", nargs="+", choices=names, help="some rows (default: all)")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), help="some systems")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="3, or 1 if quick")
     parser.add_argument("--scale", type=float, default=1.0, help="times the size of all states")
     parser.add_argument("--link", choices=list(LINKS), help="instead of the link of each row")
     parser.add_argument("--mb-per-s", type=float, help="of one connection, instead; 0: any")
@@ -85,7 +85,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON to write")
     parser.add_argument("--plot", type=Path, help="SVG to write")
     parser.add_argument(
-        "--publish", action="store_true", help=f"write {RESULTS.name}, and what docs/ shows of it"
+        "--publish",
+        action="store_true",
+        help=f"write {RESULTS.name}, and what docs/ shows of it; with --only renew some rows",
     )
     return parser.parse_args(arguments)
 
@@ -132,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             servers["gs"] = stack.enter_context(GoogleServer())
         for scenario in chosen:
             link, bench = _link(given, scenario), Bench(servers[scenario.store], client)
-            runs = bench.run(scenario, link, repeats=1 if given.quick else given.repeats)
+            runs = bench.run(scenario, link, repeats=given.repeats or (1 if given.quick else 3))
             about = {**asdict(scenario), "link_name": scenario.link, "link": asdict(link)}
             rows.append({**about, "runs": runs})
     words = sys.argv[1:] if arguments is None else arguments
@@ -149,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.plot:
         given.plot.write_text(plot(results))
     if given.publish:
+        if given.only:
+            results = renew(json.loads(RESULTS.read_text()), results)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(_lines(results))
         PLOT.write_text(plot(results))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -84,7 +85,8 @@ def _warm_up(job: Job) -> None:
     """Save and load one small tensor: imports, clients and connections are nobody's cost."""
     system, options = SYSTEMS[job.system], job.site.options
     tiny = {"weight": torch.zeros(1 << 18)}
-    url = f"{job.url}-warm-{os.getppid() if job.num_ranks > 1 else os.getpid()}"
+    # All ranks of a measurement have one directory for temporary files, and no other has it.
+    url = f"{job.url}-warm-{Path(tempfile.gettempdir()).name}"
     system.save(tiny, url, options)
     system.load(tiny, url, options)
     if job.target:

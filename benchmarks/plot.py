@@ -21,6 +21,7 @@ _COLOURS = {
     "msc-8": "#76b900",
     "ours": "#1a73e8",
     "ours-fsspec": "#8ab4f8",
+    "ours-once": "#c6dafc",
     "ours-shared": "#174ea6",
     "bare": "#202124",
 }

@@ -17,10 +17,11 @@ from benchmarks.figures import (
     of,
     spread,
 )
+from benchmarks.scenarios import SCENARIOS
 from benchmarks.systems import SYSTEMS
 from benchmarks.targets import targets
 
-__all__ = ["publish", "render"]
+__all__ = ["publish", "render", "renew"]
 
 MIB = 1 << 20
 BEGIN, END = "<!-- begin: python -m benchmarks -->", "<!-- end -->"
@@ -33,21 +34,43 @@ def publish(page: Path, results: dict[str, Any]) -> None:
     page.write_text(f"{before}{BEGIN}\n\n{render(results)}\n{END}{after}")
 
 
+def renew(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Put rows of a later run in the place of those before, and say which they are."""
+    rows = {row["name"]: row for row in (*before["rows"], *now["rows"])}
+    later = {"command": now["command"], "machine": now["machine"]}
+    later["rows"] = [row["name"] for row in now["rows"]]
+    return {
+        **before,
+        "rows": [rows[one.name] for one in SCENARIOS if one.name in rows],
+        "renewed": [*before.get("renewed", []), later],
+    }
+
+
 def render(results: dict[str, Any]) -> str:
     """Return the tables."""
-    machine = results["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    about = (
-        f"`{results['command']}`, {machine['date']}: {machine['cores']} shared cores that serve"
-        f" client and server alike (load average {machine['load_before']:.1f} before),"
-        f" Python {machine['python']}, {versions}."
-    )
-    lines = [about, "", *_summary(results["rows"])]
+    lines = [f"{_about(results)}.", *_about_renewed(results), "", *_summary(results["rows"])]
     if not results["is_quick"]:
         lines += ["", *targets(results["rows"])]
     for row in results["rows"]:
         lines += ["", *_table(row)]
     return "\n".join(lines) + "\n"
+
+
+def _about(run: dict[str, Any]) -> str:
+    machine = run["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return (
+        f"`{run['command']}`, {machine['date']}: {machine['cores']} shared cores that serve"
+        f" client and server alike (load average {machine['load_before']:.1f} before),"
+        f" Python {machine['python']}, {versions}"
+    )
+
+
+def _about_renewed(results: dict[str, Any]) -> Iterator[str]:
+    """Tell which rows are of later runs; each row is of one run, systems taking turns."""
+    for run in results.get("renewed", []):
+        yield ""
+        yield f"{', '.join(f'`{name}`' for name in run['rows'])}: {_about(run)}."
 
 
 # --- all rows -----------------------------------------------------------------------------
@@ -59,7 +82,11 @@ def _summary(rows: list[Row]) -> Iterator[str]:
         " faster dcpstore is than the best of stock and the peers."
     )
     yield ""
-    names = [name for name in SYSTEMS if any(name in row["runs"] for row in rows)]
+    names = [
+        name
+        for name, system in SYSTEMS.items()
+        if not system.is_variant and any(name in row["runs"] for row in rows)
+    ]
     yield f"| row | {' | '.join(SYSTEMS[name].label for name in names)} | ahead |"
     yield "| --- |" + " --- |" * (len(names) + 1)
     for row in rows:

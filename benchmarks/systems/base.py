@@ -31,6 +31,7 @@ class System:
         converters: By kind of target (``pt``, ``safetensors``): called with the URL of a
             checkpoint, a folder to write into and the options of both; the URL of the file
             that was written is returned.
+        is_variant: Whether it shows what one setting does, in the tables of some rows only.
         is_bare: Whether it knows nothing of tensors and moves bytes only.
         needs: Distributions that it is made of and that are not installed with dcpstore.
     """
@@ -41,6 +42,7 @@ class System:
     load: Callable[[StateDict, str, Options], object]
     writer: Callable[[str, Options], Any] | None = None
     converters: Mapping[str, Convert] = field(default_factory=dict)
+    is_variant: bool = False
     is_bare: bool = False
     needs: tuple[str, ...] = ()
 

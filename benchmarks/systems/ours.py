@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.systems.base import StateDict, System, of_dcp, quietly
@@ -9,8 +10,15 @@ from benchmarks.systems.base import StateDict, System, of_dcp, quietly
 __all__ = ["ours", "ours_shared"]
 
 
-def ours(label: str, layout: str, *, engine: Any) -> System:
-    """Return dcpstore's writer and reader on one of its engines, with their defaults."""
+def ours(label: str, layout: str, *, engine: Any, **settings: Any) -> System:
+    """Return dcpstore's writer and reader on one of its engines, with their defaults.
+
+    Args:
+        label: For the table.
+        layout: Whose checkpoints it loads.
+        engine: See `dcpstore.ReadConfig`.
+        settings: Of a load that is no default; such a system is a variant.
+    """
 
     def writer(url: str, options: dict[str, Any]) -> Any:
         import dcpstore
@@ -21,16 +29,17 @@ def ours(label: str, layout: str, *, engine: Any) -> System:
     def reader(url: str, options: dict[str, Any]) -> Any:
         import dcpstore
 
-        config = dcpstore.ReadConfig(engine=engine)
+        config = dcpstore.ReadConfig(engine=engine, **settings)
         return dcpstore.ObjectStoreReader(url, storage_options=options, config=config)
 
-    return of_dcp(
+    system = of_dcp(
         label,
         layout,
         writer=writer,
         reader=reader,
         converters={"pt": _to_pt, "safetensors": _to_safetensors},
     )
+    return replace(system, is_variant=bool(settings))
 
 
 def ours_shared(label: str, layout: str) -> System:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.link import Link, Weather
 from benchmarks.plot import plot
-from benchmarks.report import render
+from benchmarks.report import render, renew
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,26 @@ def test_the_report_has_every_row_in_the_sum_and_a_table_of_its_own(
     text = render({**results, "is_quick": False})
     assert all(f"| `{name}` |" in text and f"(`{name}`)" in text for name in rows)
     assert "save: no LIST, HEAD, COPY, DELETE | 0 | yes" in text
+
+
+def test_rows_of_several_ranks_are_measured_more_than_once(tmp_path) -> None:
+    output = tmp_path / "results.json"
+    command = ["--quick", "--repeats", "2", "--output", str(output), "--only", "rows-4-2"]
+    assert main([*command, "--systems", "ours"]) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    assert [run["needed_bytes"] > 0 for run in row["runs"]["ours"]] == [True, True]
+
+
+def test_some_rows_are_renewed_and_the_report_says_so(results: dict[str, Any]) -> None:
+    (row,) = (row for row in results["rows"] if row["name"] == "train")
+    command = "python -m benchmarks --only train"
+    later = {**results, "command": command, "rows": [{**row, "title": "again"}]}
+    found = renew(results, later)
+    assert [row["name"] for row in found["rows"]] == ["save", "rows-4-2", "train"]
+    text = render(found)
+    assert f"`train`: `{command}`" in text
+    assert "### again (`train`)" in text
+    assert f"`{results['command']}`" in text
 
 
 def test_the_report_and_the_plot_say_who_failed_and_go_on(results: dict[str, Any]) -> None:
