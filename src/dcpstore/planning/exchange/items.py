@@ -83,9 +83,7 @@ def read_items(plans: Sequence[PackedPlan], table: KeyTable) -> Items:
         CorruptError: If a plan's columns and table of keys do not fit together.
     """
     irregular = {
-        rank: _decode(plan)
-        for rank, plan in enumerate(plans)
-        if plan.flags & PlanFlag.HAS_ROW_NUMBERS
+        rank: _decode(plan) for rank, plan in enumerate(plans) if plan.has(PlanFlag.HAS_ROW_NUMBERS)
     }
     layout = lay_out(
         [plan.num_items for plan in plans],
@@ -107,7 +105,7 @@ def _decode(plan: PackedPlan) -> SaveColumns:
     if data is None:
         raise CorruptError("a packed save plan has no part that holds its items")
     columns = decode_columns(data, plan.num_items)
-    if (columns.row is not None) != bool(plan.flags & PlanFlag.HAS_ROW_NUMBERS):
+    if (columns.row is not None) != plan.has(PlanFlag.HAS_ROW_NUMBERS):
         raise CorruptError("a packed save plan's head and items do not fit together")
     return columns
 

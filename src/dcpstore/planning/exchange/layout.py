@@ -117,6 +117,7 @@ def lay_out(num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int,
     Raises:
         CorruptError: If the numbers of items and keys do not fit together.
     """
+    rank_type = np.min_scalar_type(len(num_items))
     segments, loose, at = [], list[tuple[int, int, Ints]](), 0  # rank, first item, keys
     for chain in _chains(num_items, table, row_numbers):
         if len(chain.ranks) < _MIN_RANKS:
@@ -124,7 +125,7 @@ def lay_out(num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int,
             loose.extend((rank, first, chain.keys) for rank, first in places)
         elif len(chain.keys):
             by_rank = np.argsort(chain.ranks, kind="stable")
-            ranks = np.array(chain.ranks, np.int32)[by_rank]
+            ranks = np.array(chain.ranks, rank_type)[by_rank]
             first_item = np.array(chain.first_item)[by_rank]
             segments.append(Segment(chain.keys, ranks, first_item, at))
             at = segments[-1].end
@@ -140,7 +141,7 @@ def lay_out(num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int,
         segments=tuple(segments),
         loose=runs_of,
         loose_key=_concatenate([keys for _, _, keys in loose]),
-        loose_rank=np.repeat(np.array([rank for rank, _, _ in loose], np.int32), lengths),
+        loose_rank=np.repeat(np.array([rank for rank, _, _ in loose], rank_type), lengths),
         loose_item=_concatenate([np.arange(i, i + len(keys)) for _, i, keys in loose]),
     )
 

@@ -102,7 +102,7 @@ def _go_through(
 
 def _check_usable(plans: Sequence[PackedPlan]) -> None:
     for rank, plan in enumerate(plans):
-        if plan.flags & PlanFlag.IS_UNUSABLE:
+        if plan.has(PlanFlag.IS_UNUSABLE):
             raise ConfigError(
                 f"rank {rank} sent no plan but a reference to one of an earlier save; turn off"
                 " enable_plan_caching in its planner: packed plans are cached by content anyway"

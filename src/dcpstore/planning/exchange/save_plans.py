@@ -109,11 +109,11 @@ def unpack_save_plan(packed: bytes | PackedPlan) -> SavePlan:
     extras = plan.first_of(PartKind.EXTRAS)
     rest = _extras_of(extras) if extras else {}
     planner_data = rest.get("planner_data")
-    if plan.flags & PlanFlag.HAS_PATHS:
+    if plan.has(PlanFlag.HAS_PATHS):
         planner_data = {row.fqn: row.path for row in rows if row.path is not None}
     items = _items(columns, rows)
     result = SavePlan(items, rest.get("storage_data"), planner_data)
-    if plan.flags & PlanFlag.IS_UNUSABLE and _HAS_USABLE:
+    if plan.has(PlanFlag.IS_UNUSABLE) and _HAS_USABLE:
         result = replace(result, usable=False)
     return result
 

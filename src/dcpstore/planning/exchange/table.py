@@ -161,7 +161,7 @@ class _Joiner:
                     self._decode(data)
                 runs.append(run)
         self.runs_of.append(tuple(runs))
-        self.has_paths = self.has_paths or bool(plan.flags & PlanFlag.HAS_PATHS)
+        self.has_paths = self.has_paths or plan.has(PlanFlag.HAS_PATHS)
 
     def _decode(self, data: bytes | memoryview) -> None:
         keys = []
