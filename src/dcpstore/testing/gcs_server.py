@@ -18,6 +18,8 @@ __all__ = ["main"]
 
 
 class _QuietServer(HTTPServer):
+    request_queue_size = 128  # of 5, connections beyond wait a second for TCP to try again
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Keep silent: a client that goes away is part of many tests."""
 
