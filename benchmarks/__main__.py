@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.link import Link
 from benchmarks.plot import plot
 from benchmarks.processes import Client, GoogleServer, Server
-from benchmarks.report import publish, render, renew
+from benchmarks.report import publish, render, renew, to_json
 from benchmarks.running import Bench
 from benchmarks.scenarios import LINKS, SCENARIOS, Scenario
 from benchmarks.systems import SYSTEMS, is_installed
@@ -49,20 +49,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _lines(results: dict[str, Any]) -> str:
-    """Return JSON with a line per measurement."""
-    text = json.dumps({**results, "rows": []}, indent=1).removesuffix('"rows": []\n}')
-    rows = []
-    for row in results["rows"]:
-        head = json.dumps({**row, "runs": {}}).removesuffix('"runs": {}}')
-        runs = [
-            f"   {json.dumps(name)}: [\n    " + ",\n    ".join(map(json.dumps, one)) + "]"
-            for name, one in row["runs"].items()
-        ]
-        rows.append(f'  {head}"runs": {{\n' + ",\n".join(runs) + "}}")
-    return f'{text}"rows": [\n' + ",\n".join(rows) + "]\n}\n"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -147,14 +133,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print(render(results))
     if given.output:
-        given.output.write_text(_lines(results))
+        given.output.write_text(to_json(results))
     if given.plot:
         given.plot.write_text(plot(results))
     if given.publish:
         if given.only:
             results = renew(json.loads(RESULTS.read_text()), results)
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(_lines(results))
+        RESULTS.write_text(to_json(results))
         PLOT.write_text(plot(results))
         publish(PAGE, results)
     return int(any(_has_failed(row) for row in rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,25 @@ from benchmarks.scenarios import SCENARIOS
 from benchmarks.systems import SYSTEMS
 from benchmarks.targets import targets
 
-__all__ = ["publish", "render", "renew"]
+__all__ = ["publish", "render", "renew", "to_json"]
 
 MIB = 1 << 20
 BEGIN, END = "<!-- begin: python -m benchmarks -->", "<!-- end -->"
+
+
+def to_json(results: dict[str, Any]) -> str:
+    """Return JSON with a line per measurement."""
+    about = {name: value for name, value in results.items() if name != "rows"}
+    text = json.dumps({**about, "rows": []}, indent=1).removesuffix('"rows": []\n}')
+    rows = []
+    for row in results["rows"]:
+        head = json.dumps({**row, "runs": {}}).removesuffix('"runs": {}}')
+        runs = [
+            f"   {json.dumps(name)}: [\n    " + ",\n    ".join(map(json.dumps, one)) + "]"
+            for name, one in row["runs"].items()
+        ]
+        rows.append(f'  {head}"runs": {{\n' + ",\n".join(runs) + "}}")
+    return f'{text}"rows": [\n' + ",\n".join(rows) + "]\n}\n"
 
 
 def publish(page: Path, results: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.link import Link, Weather
 from benchmarks.plot import plot
-from benchmarks.report import render, renew
+from benchmarks.report import render, renew, to_json
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,7 @@ def test_some_rows_are_renewed_and_the_report_says_so(results: dict[str, Any]) -
     assert f"`train`: `{command}`" in text
     assert "### again (`train`)" in text
     assert f"`{results['command']}`" in text
+    assert json.loads(to_json(found)) == found
 
 
 def test_the_report_and_the_plot_say_who_failed_and_go_on(results: dict[str, Any]) -> None:
