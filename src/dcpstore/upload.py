@@ -38,6 +38,7 @@ from dcpstore.errors import CorruptError
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.copying import copy_bytes_out, host_payload
 from dcpstore.manifest import DataObject
+from dcpstore.part import PartInMemory, Slab
 from dcpstore.progress import Meter
 from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Part
 from dcpstore.store.parts import joined
@@ -67,74 +68,6 @@ class ObjectSink(Protocol):
         """Store one large object from parts and return its ETag."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Slab:
-    """One piece of host memory, seen as numpy and as torch."""
-
-    array: Bytes
-    tensor: torch.Tensor
-
-
-class _Part:
-    """A part on its way: pieces of memory, one behind the other.
-
-    Bytes that are copied lie in the slab where they lie in the part, so that elements are
-    aligned there as in the object.
-    """
-
-    def __init__(self, num_slab_bytes: int) -> None:
-        self.num_bytes = 0
-        self.room_bytes = num_slab_bytes
-        self.slab: _Slab | None = None
-        self.lent: set[int] = set()  # which of the pieces belong to tensors
-        self.events: dict[torch.device, torch.cuda.Event] = {}
-        """Per CUDA device, the end of queued copies; it must come before a read."""
-        self._pieces: list[Bytes] = []
-        self._copied_from = 0
-        self._checked: list[tuple[BlockChecksummer, Bytes]] = []
-
-    def lend(self, array: Bytes, checksummer: BlockChecksummer | None) -> None:
-        """Append bytes where they lie."""
-        self._end_copied()
-        self.lent.add(len(self._pieces))
-        self._pieces.append(array)
-        self._advance(array, checksummer)
-        self._copied_from = self.num_bytes
-
-    def copied(self, num_bytes: int, checksummer: BlockChecksummer | None) -> None:
-        """Append bytes that were just written to the slab."""
-        assert self.slab is not None
-        array = self.slab.array[self.num_bytes : self.num_bytes + num_bytes]
-        self._advance(array, checksummer)
-
-    def _advance(self, array: Bytes, checksummer: BlockChecksummer | None) -> None:
-        if checksummer is not None:
-            self._checked.append((checksummer, array))
-        self.num_bytes += len(array)
-        self.room_bytes -= len(array)
-
-    def _end_copied(self) -> None:
-        if self._copied_from < self.num_bytes:
-            assert self.slab is not None
-            self._pieces.append(self.slab.array[self._copied_from : self.num_bytes])
-
-    def seal(self) -> list[Bytes]:
-        """Return the pieces; there will be no others."""
-        self._end_copied()
-        self._copied_from = self.num_bytes
-        return self._pieces
-
-    def seal_copies(self) -> None:
-        for device, event in self.events.items():
-            event.record(torch.cuda.current_stream(device))
-
-    def wait_and_check(self) -> None:
-        for event in self.events.values():
-            event.synchronize()
-        for checksummer, array in self._checked:
-            checksummer.update(array.data)
-
-
 class ObjectStream(io.RawIOBase):
     """The bytes of one object, written front to back. One thread at a time.
 
@@ -145,8 +78,8 @@ class ObjectStream(io.RawIOBase):
     def __init__(self, uploads: Uploads, key: str) -> None:
         self._uploads = uploads
         self.key = key
-        self.parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        self._part: _Part | None = None
+        self.parts: queue.SimpleQueue[PartInMemory | None] = queue.SimpleQueue()
+        self._part: PartInMemory | None = None
         self._done_bytes = 0
         self._checksummer: BlockChecksummer | None = None
 
@@ -200,7 +133,7 @@ class ObjectStream(io.RawIOBase):
                 self._copy(tensor, start, end, part)
             start = end
 
-    def _copy(self, tensor: torch.Tensor, start: int, end: int, part: _Part) -> None:
+    def _copy(self, tensor: torch.Tensor, start: int, end: int, part: PartInMemory) -> None:
         is_queued = tensor.device.type == "cuda"
         out = self._slab_of(part).tensor[part.num_bytes : part.num_bytes + end - start]
         copy_bytes_out(tensor, start, end, out, non_blocking=is_queued)
@@ -213,16 +146,16 @@ class ObjectStream(io.RawIOBase):
         self._emit()
         self.parts.put(None)
 
-    def _open_part(self) -> _Part:
+    def _open_part(self) -> PartInMemory:
         """Return the part that the next byte goes to; there is room for it."""
         if self._part is not None and not self._part.room_bytes:
             self._emit()
         if self._part is None:
             self._uploads.take_place()
-            self._part = _Part(self._uploads.part_bytes)
+            self._part = PartInMemory(self._uploads.part_bytes)
         return self._part
 
-    def _slab_of(self, part: _Part) -> _Slab:
+    def _slab_of(self, part: PartInMemory) -> Slab:
         if part.slab is None:
             part.slab = self._uploads.take_slab()
         return part.slab
@@ -267,7 +200,7 @@ class Uploads:
         self._config = config
         self._pin = pin
         num_slabs = config.budget_bytes // config.part_bytes
-        self._pool: SlabPool[_Slab] = SlabPool(num_slabs, self._make_slab)
+        self._pool: SlabPool[Slab] = SlabPool(num_slabs, self._make_slab)
         self._executor = ThreadPoolExecutor(config.max_uploads, "dcpstore-upload")
         self._failed = threading.Event()
         self._open: ObjectStream | None = None
@@ -327,13 +260,13 @@ class Uploads:
             raise Cancelled
         self._pool.acquire_place(cancelled=self._failed.is_set)
 
-    def take_slab(self) -> _Slab:
+    def take_slab(self) -> Slab:
         """Take memory for a part that has a place."""
         return self._pool.take_slab()
 
-    def _make_slab(self) -> _Slab:
+    def _make_slab(self) -> Slab:
         tensor = torch.empty(self._config.part_bytes, dtype=torch.uint8, pin_memory=self._pin)
-        return _Slab(tensor.numpy(), tensor)
+        return Slab(tensor.numpy(), tensor)
 
     def _wait(self) -> None:
         self._raise_cause()
