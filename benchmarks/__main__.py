@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.link import Link
-from benchmarks.plot import plot
+from benchmarks.plot import page, plot
 from benchmarks.processes import Client, GoogleServer, Server
 from benchmarks.report import publish, render, renew, to_json
 from benchmarks.running import Bench
@@ -69,7 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bucket", default="bench", help="on that server; it has to exist")
     parser.add_argument("--quick", action="store_true", help="tiny states, once: a smoke test")
     parser.add_argument("--output", type=Path, help="JSON to write")
-    parser.add_argument("--plot", type=Path, help="SVG to write")
+    parser.add_argument("--plot", type=Path, help="SVG or HTML to write")
     parser.add_argument(
         "--publish",
         action="store_true",
@@ -135,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.output:
         given.output.write_text(to_json(results))
     if given.plot:
-        given.plot.write_text(plot(results))
+        drawn = page(results) if given.plot.suffix == ".html" else plot(results)
+        given.plot.write_text(drawn)
     if given.publish:
         if given.only:
             results = renew(json.loads(RESULTS.read_text()), results)

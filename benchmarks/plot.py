@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 from benchmarks.figures import Row, headline, mid, of
 from benchmarks.systems import SYSTEMS
 
-__all__ = ["plot"]
+__all__ = ["page", "plot"]
 
 _COLOURS = {
     "stock": "#9aa0a6",
@@ -47,6 +47,12 @@ def plot(results: dict[str, Any]) -> str:
     )
     paper = f'<rect width="{width}" height="{height}" fill="white"/>'
     return "\n".join([head, paper, *_legend(rows), *_axis(at, most_s), *marks, "</svg>\n"])
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return the same as an HTML page that needs nothing else."""
+    title = escape(f"dcpstore: {results['command']}, {results['machine']['date']}")
+    return f'<!doctype html><meta charset="utf-8"><title>{title}</title>\n{plot(results)}'
 
 
 def _bars(row: Row) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from benchmarks.__main__ import main
 from benchmarks.link import Link, Weather
-from benchmarks.plot import plot
+from benchmarks.plot import page, plot
 from benchmarks.report import render, renew, to_json
 
 
@@ -87,6 +87,7 @@ def test_the_report_and_the_plot_say_who_failed_and_go_on(results: dict[str, Any
     text = render(broken)
     assert re.search(r"\| `save` \| fails \|", text)
     assert "| stock DCP | fails |" in text
+    assert page(broken).endswith(plot(broken))
     assert len(ET.fromstring(plot(broken))) < len(ET.fromstring(plot(results)))
 
 
