@@ -11,6 +11,7 @@ A task fetches many small tensors that lie close together, or a part of a large 
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from dcpstore.torch_file import TensorPlace, TorchFile
 __all__ = ["ReadAhead", "WantedBox", "bands_of"]
 
 _NOWHERE = ByteRange(0, 0)
+_LEAST_MAPPED_BYTES = 1 << 20
 _JOIN_GAP_BYTES = 64 << 10  # descriptor, header and padding lie between neighbours
 
 
@@ -116,6 +118,18 @@ def _tasks(boxes: Sequence[WantedBox], file: TorchFile, request_bytes: int) -> I
             task.parts.append((number, part))
     if task.parts:
         yield task
+
+
+def _allocate(box: WantedBox) -> torch.Tensor:
+    """Return a tensor for a box, whose memory the system gets back when it dies.
+
+    The C allocator would keep much of it: it hands out blocks of MiBs from heaps of its own
+    once one of that size was freed, and those stay as large as they ever were.
+    """
+    if box.num_bytes < _LEAST_MAPPED_BYTES:
+        return torch.empty(box.sizes, dtype=box.place.dtype, device="cpu")
+    memory = torch.frombuffer(mmap.mmap(-1, box.num_bytes), dtype=torch.uint8)
+    return memory.view(box.place.dtype).view(box.sizes)
 
 
 class ReadAhead:
@@ -226,7 +240,7 @@ class ReadAhead:
         tensor = self._tensors.get(number)
         if tensor is None:
             box = self._boxes[number]
-            tensor = torch.empty(box.sizes, dtype=box.place.dtype, device="cpu")
+            tensor = _allocate(box)
             self._tensors[number] = tensor
             self._held_bytes += box.num_bytes
             self.peak_bytes = max(self.peak_bytes, self._held_bytes)
