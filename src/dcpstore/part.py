@@ -27,9 +27,9 @@ class PartInMemory:
     aligned there as in the object.
     """
 
-    def __init__(self, num_slab_bytes: int) -> None:
+    def __init__(self, part_bytes: int) -> None:
         self.num_bytes = 0
-        self.room_bytes = num_slab_bytes
+        self.room_bytes = part_bytes
         self.slab: Slab | None = None
         self.lent: set[int] = set()  # which of the pieces belong to tensors
         self.events: dict[torch.device, torch.cuda.Event] = {}

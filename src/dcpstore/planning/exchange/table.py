@@ -54,7 +54,7 @@ class KeyTable:
         inner_sizes: Per key, the sizes after the first dimension, padded with 1.
         item_bytes: Per key, the bytes of an element.
         is_value: Per key, whether it is a value and no tensor.
-        base: Per key, where its addresses start; one more at the end. See `address_step`.
+        base: Per key, where its addresses start; one more at the end. See `_addresses`.
         step: Per key, the address of offset 1 in each dimension, padded with 0.
     """
 
