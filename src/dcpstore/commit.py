@@ -5,32 +5,24 @@ is ever overwritten. The coordinator commits in this order:
 
 1. `probe`: read ``.metadata`` before anything is written; remember its ETag.
 2. All ranks put their data objects.
-3. `put_sealed`: put the manifest, then put ``.metadata`` with a precondition: create if
-   step 1 found none, compare-and-swap on its ETag if the caller said overwrite.
+3. `put_sealed`: put ``.metadata``, with the manifest in it, under a precondition: create if
+   step 1 found none, compare-and-swap on its ETag if the caller said overwrite. A large
+   manifest is an object of its own, put first.
 4. `sweep`: delete the objects that the old ``.metadata`` named.
 
 A crash before the put of ``.metadata`` leaves the old checkpoint, a crash after it the
-new one. Its bytes are torch's pickle followed by a footer that stock readers ignore,
-since a pickle ends at its STOP opcode::
-
-    | pickle of torch's Metadata | seal (JSON) | u32 seal_bytes | "DCPSSEAL" |
-
-The footer names the manifest and checksums both, so that a reader of ours never opens
-the pickle. See ``docs/design/003-commit-protocol.md``.
+new one. Its bytes are those of `dcpstore.seal`. See ``docs/design/003-commit-protocol.md``.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import random
-import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import crc32c
-
+from dcpstore.config import WriteConfig
 from dcpstore.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -41,38 +33,15 @@ from dcpstore.errors import (
     NotFoundError,
     StoreError,
 )
-from dcpstore.keys import manifest_key
+from dcpstore.seal import Seal, make_metadata, read_seal
 from dcpstore.store.base import IfMatch, PutMode, Store
 
-__all__ = ["Found", "Seal", "Sealer", "probe", "read_seal", "sweep"]
+__all__ = ["Found", "Sealer", "probe", "sweep"]
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"DCPSSEAL"
-_TAIL = struct.Struct("<I8s")
 _SEAL_ATTEMPTS = 6
 _MAX_REFUSALS = 3  # of a precondition that holds, until the store is taken to have none
-
-
-@dataclass(frozen=True, slots=True)
-class Seal:
-    """The footer of a ``.metadata`` of ours.
-
-    Attributes:
-        save_id: Of the save.
-        manifest_key: The manifest's key.
-        manifest_bytes: Its length.
-        manifest_crc32c: Its CRC32C.
-        pickle_bytes: Length of the pickle before the footer.
-        pickle_crc32c: Its CRC32C.
-    """
-
-    save_id: str
-    manifest_key: str
-    manifest_bytes: int
-    manifest_crc32c: int
-    pickle_bytes: int
-    pickle_crc32c: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +57,6 @@ class Found:
     data: memoryview
     etag: str | None
     seal: Seal | None
-
-
-def read_seal(data: memoryview) -> Seal | None:
-    """Return the footer of a ``.metadata``, or None if there is none.
-
-    Raises:
-        CorruptError: If the footer is there but does not fit the bytes before it.
-    """
-    if len(data) < _TAIL.size:
-        return None
-    num_bytes, magic = _TAIL.unpack(data[-_TAIL.size :])
-    if magic != _MAGIC:
-        return None
-    start = len(data) - _TAIL.size - num_bytes
-    try:
-        seal = Seal(**json.loads(bytes(data[max(start, 0) : -_TAIL.size])))
-    except (ValueError, TypeError) as error:
-        raise CorruptError(f"the footer of the metadata is damaged: {error!r}") from error
-    if seal.pickle_bytes != start or crc32c.crc32c(data[:start]) != seal.pickle_crc32c:
-        raise CorruptError("the metadata was changed or cut short after it was sealed")
-    return seal
 
 
 def probe(store: Store, key: str, *, denied_is_absent: bool = True) -> Found | None:
@@ -144,8 +92,7 @@ class Sealer:
         store: Rooted at the checkpoint's folder.
         key: Of the metadata object.
         found: What `probe` saw; None to create.
-        require_conditional_put: Raise, rather than compare and then put, if the store
-            does not honour the precondition.
+        config: Where the manifest lies, and whether the store must honour preconditions.
         sleep: Waits between attempts, in seconds.
     """
 
@@ -154,18 +101,20 @@ class Sealer:
         store: Store,
         key: str,
         found: Found | None,
+        config: WriteConfig | None = None,
         *,
-        require_conditional_put: bool = True,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store = store
         self._key = key
         self._found = found
-        self._require = require_conditional_put
+        self._config = config or WriteConfig()
         self._sleep = sleep
+        self.made: frozenset[str] = frozenset()
+        """Keys that `put_sealed` may have put beside the metadata."""
 
     def put_sealed(self, save_id: str, pickled: bytes, manifest: bytes) -> None:
-        """Put the manifest, then the metadata, and return once the checkpoint exists.
+        """Put manifest and metadata, and return once the checkpoint exists.
 
         Raises:
             AlreadyExistsError: If a checkpoint appeared meanwhile and none was expected.
@@ -173,17 +122,12 @@ class Sealer:
             StoreError: If the store refused for certain; nothing was sealed.
             CommitUnknownError: If the answer was lost and could not be found out.
         """
-        seal = Seal(
-            save_id=save_id,
-            manifest_key=manifest_key(save_id),
-            manifest_bytes=len(manifest),
-            manifest_crc32c=crc32c.crc32c(manifest),
-            pickle_bytes=len(pickled),
-            pickle_crc32c=crc32c.crc32c(pickled),
-        )
-        self._store.put(seal.manifest_key, manifest)
-        text = json.dumps(asdict(seal), separators=(",", ":")).encode()
-        self._seal(save_id, b"".join([pickled, text, _TAIL.pack(len(text), _MAGIC)]))
+        most_bytes = self._config.embed_manifest_bytes
+        seal, data = make_metadata(save_id, pickled, manifest, embed_manifest_bytes=most_bytes)
+        if seal.manifest_key is not None:
+            self.made = frozenset([seal.manifest_key])
+            self._store.put(seal.manifest_key, manifest)
+        self._seal(save_id, data)
 
     def _seal(self, save_id: str, data: bytes) -> None:
         mode = self._mode()
@@ -253,7 +197,7 @@ class Sealer:
             raise self._conflict(error)  # it is there, and we may not read it
         if mode == "overwrite":
             raise error
-        if self._require:
+        if self._config.require_conditional_put:
             raise StoreError(
                 f"the store refused to put {self._key} under a precondition that holds: {error}."
                 " It does not support conditional puts (If-Match, If-None-Match) as S3, GCS and"

@@ -2,7 +2,8 @@
 
 Looked for in this order, each with one request:
 
-1. ``.metadata`` with our footer: the manifest tells everything; no pickle is opened
+1. ``.metadata`` with our footer: the manifest tells everything; no pickle is opened. Small
+   manifests lie in it, larger ones cost one more request
 2. ``.metadata`` of a stock DCP writer: opened by an allow-listing unpickler
 3. ``model.safetensors.index.json`` or ``model.safetensors``: a Hugging Face folder
 4. any ``*.safetensors``: what DCP's Hugging Face writer leaves; found by listing
@@ -19,14 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import crc32c
-
-from dcpstore.commit import Seal, read_seal
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
 from dcpstore.format.safetensors import LENGTH_BYTES, TensorInFile, header_length, parse_header
 from dcpstore.keys import check_relative, metadata_key
 from dcpstore.manifest import has_other_planner_data
+from dcpstore.seal import Seal, get_manifest, read_seal
 from dcpstore.store.base import Store
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ class Discovered:
         manifest: Bytes of the manifest; None for a checkpoint that is not ours.
         pickled: Bytes of the pickled metadata, where it must be opened.
         files: Tensors per safetensors file, where it is a Hugging Face folder.
+        seal: The footer of a checkpoint of ours.
     """
 
     url: str
@@ -58,6 +58,12 @@ class Discovered:
     manifest: bytes | None = None
     pickled: bytes | None = None
     files: Mapping[str, Sequence[TensorInFile]] | None = None
+    seal: Seal | None = None
+
+    @property
+    def manifest_key(self) -> str:
+        """The object that the manifest lies in."""
+        return (self.seal.manifest_key if self.seal is not None else None) or self.key
 
     def open(self, config: ReadConfig) -> Metadata:
         """Return the metadata, with `StoredItem` as storage data. Any rank; no I/O.
@@ -124,8 +130,8 @@ def _hint(url: str) -> str:
 def _read_sealed(store: Store, key: str) -> Discovered:
     """Read metadata and manifest; what does not fit together gets one second chance.
 
-    It may have been damaged on the way, or an overwrite swept the manifest between the two
-    requests: then the metadata is new.
+    It may have been damaged on the way, or an overwrite swept a manifest that is an object of
+    its own between the two requests: then the metadata is new.
     """
     try:
         return _read_once(store, key)
@@ -138,34 +144,15 @@ def _read_once(store: Store, key: str) -> Discovered:
     data = store.get(key).data
     try:
         seal = read_seal(data)
+        if seal is None:
+            return Discovered(store.url, key, pickled=bytes(data))
+        manifest = get_manifest(store, data, seal)
     except CorruptError as error:
         raise CorruptError(
-            f"{store.url}: {key}: {error}", key=key, start=0, end=len(data)
+            f"{store.url}: {key}: {error}", key=error.key or key, start=error.start, end=error.end
         ) from error
-    if seal is None:
-        return Discovered(store.url, key, pickled=bytes(data))
-    try:
-        manifest = _read_manifest(store, seal)
-    except NotFoundError as error:
-        raise CorruptError(
-            f"{store.url}: {key} is sealed, but its manifest {seal.manifest_key} is gone",
-            key=seal.manifest_key,
-        ) from error
-    needs_pickle = has_other_planner_data(manifest)
-    return Discovered(store.url, key, manifest, bytes(data) if needs_pickle else None)
-
-
-def _read_manifest(store: Store, seal: Seal) -> bytes:
-    data = store.get(check_relative(seal.manifest_key)).data
-    if len(data) != seal.manifest_bytes or crc32c.crc32c(data) != seal.manifest_crc32c:
-        raise CorruptError(
-            f"{store.url}: the manifest {seal.manifest_key} has {len(data)} bytes that are not the"
-            f" {seal.manifest_bytes} sealed with the checkpoint",
-            key=seal.manifest_key,
-            start=0,
-            end=len(data),
-        )
-    return bytes(data)
+    pickled = bytes(data[: seal.pickle_bytes]) if has_other_planner_data(manifest) else None
+    return Discovered(store.url, key, manifest, pickled, seal=seal)
 
 
 def _read_safetensors(store: Store, config: ReadConfig) -> dict[str, list[TensorInFile]] | None:

@@ -36,7 +36,7 @@ def data_key(rank: int, number: int, save_id: str) -> str:
 
 
 def manifest_key(save_id: str) -> str:
-    """Name the manifest of a save."""
+    """Name the manifest of a save, where it is an object of its own."""
     return f".dcpstore-{save_id}"
 
 

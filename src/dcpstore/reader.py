@@ -3,7 +3,7 @@
 DCP calls it in this order, once per load:
 
 0. (all ranks) ``reset`` if the caller gave a checkpoint_id
-1. (all ranks) ``read_metadata``: one GET of ``.metadata``, one of the manifest
+1. (all ranks) ``read_metadata``: one GET of ``.metadata``, and one of a large manifest
 2. (all ranks) ``set_up_storage_reader``, ``prepare_local_plan``
 3. (coordinator) ``prepare_global_plan``
 4. (all ranks) ``read_data``: ranged GETs of the bytes needed, straight into the targets

@@ -3,8 +3,8 @@
 What torch code does with a state dict on many ranks is `dcpstore.load`; this is for one
 process that wants some of what is there: a notebook, a converter, a check.
 
-1. `open_checkpoint`: one GET of ``.metadata``, one of the manifest; any checkpoint that
-   `dcpstore.discovery` knows
+1. `open_checkpoint`: one GET of ``.metadata``, and one of a large manifest; any checkpoint
+   that `dcpstore.discovery` knows
 2. `Checkpoint.read_tensors` and its like: ranged GETs of the bytes needed, many in flight,
    verified, copied straight into their targets
 """

@@ -37,20 +37,19 @@ from dcpstore.errors import (
     IncompatibleError,
 )
 from dcpstore.folder import Folder
-from dcpstore.manifest import ItemId, Manifest, StoredItem, decode, encode
+from dcpstore.manifest import ItemId, Manifest, StoredItem, encode
 from dcpstore.metadata import (
     entries_of,
     expected_items,
     item_id,
     planner_paths_of,
-    stock_items,
     stock_storage_data,
 )
 from dcpstore.progress import Meter
+from dcpstore.references import keys_named_in
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
 from dcpstore.torch_private import dcp_format_version
-from dcpstore.trust import load_metadata_pickle
 from dcpstore.write_job import WriteJob, WriteStats, Written
 
 __all__ = ["ObjectStoreWriter"]
@@ -239,33 +238,27 @@ class ObjectStoreWriter(StorageWriter):
         store = self._folder.open()
         flat = [result for rank_results in results for result in rank_results]
         made = {result.storage_data.object.key for result in flat}
-        unsealed = {*made, keys.manifest_key(self._save_id)}
         try:
             with collector_paused():
                 pickled, manifest = self._describe(metadata, flat)
         except BaseException:
-            sweep(store, unsealed, why="this failed save")
+            sweep(store, made, why="this failed save")
             raise
-        sealer = Sealer(
-            store,
-            self._metadata_key,
-            self._found,
-            require_conditional_put=self._config.require_conditional_put,
-        )
+        sealer = Sealer(store, self._metadata_key, self._found, self._config)
         try:
             sealer.put_sealed(self._save_id, pickled, manifest)
         except CommitUnknownError:
             raise
         except CheckpointError:
-            sweep(store, unsealed, why="this failed save")
+            sweep(store, {*made, *sealer.made}, why="this failed save")
             raise
         self._keys = []
         if self._found is not None and self._config.sweep:
-            self._sweep_old(store, self._found, keep={*unsealed, self._metadata_key})
+            self._sweep_old(store, self._found, keep={*made, *sealer.made, self._metadata_key})
 
     def _sweep_old(self, store: Store, old: Found, *, keep: set[str]) -> None:
         try:
-            doomed = _referenced_keys(store, old, self._metadata_key) - keep
+            doomed = keys_named_in(store, old.data, key=self._metadata_key) - keep
         except CheckpointError as error:
             logger.warning(
                 "%s: cannot tell which objects the overwritten checkpoint had; they stay (%s)",
@@ -292,7 +285,7 @@ class ObjectStoreWriter(StorageWriter):
         try:
             found = probe(store, self._metadata_key, denied_is_absent=False)
             if found is not None:
-                doomed -= _referenced_keys(store, found, self._metadata_key)
+                doomed -= keys_named_in(store, found.data, key=self._metadata_key)
         except CheckpointError as error:
             logger.warning("%s: cannot tell what is sealed; nothing deleted (%s)", store.url, error)
             return self._keys
@@ -369,16 +362,3 @@ def _check_complete(metadata: Metadata, by_id: Mapping[ItemId, Written]) -> None
             f"{len(missing)} item(s) of the save plan were not written, such as"
             f" {missing[0].fqn!r} at offset {missing[0].offsets}. Nothing was sealed"
         )
-
-
-def _referenced_keys(store: Store, found: Found, metadata_key: str) -> set[str]:
-    """Return the objects that a sealed checkpoint refers to.
-
-    Raises:
-        CheckpointError: If that cannot be read.
-    """
-    if found.seal is not None:
-        manifest = decode(store.get(found.seal.manifest_key).data)
-        return {*(obj.key for obj in manifest.objects), found.seal.manifest_key}
-    metadata = load_metadata_pickle(found.data, key=metadata_key)
-    return {item.key for item in stock_items(metadata).values()}

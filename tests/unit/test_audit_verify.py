@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import zipfile
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from dcpstore import NotFoundError, ReadConfig, StoreError, WriteConfig
 from dcpstore.audit.crc32 import append_crc32
 from dcpstore.audit.findings import Finding, in_order
 from dcpstore.audit.verify import Verification, verify_checkpoint
+from dcpstore.discovery import discover
 from dcpstore.manifest import decode
 from dcpstore.ranges import ByteRange
+from dcpstore.seal import read_seal
 from dcpstore.store import open_store
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 
@@ -47,6 +50,7 @@ def saved(tmp_path_factory) -> Path:
     """Checkpoints of each kind; tests damage copies."""
     root = tmp_path_factory.mktemp("saved")
     dcpstore.save(state(), root / "ours", config=SMALL)
+    dcpstore.save(state(), root / "ours-apart", config=replace(SMALL, embed_manifest_bytes=0))
     for name, options in (
         ("stock", {}),
         ("stock-threads", {"thread_count": 3}),
@@ -76,8 +80,9 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def manifest_of(folder: Path) -> Any:
-    (path,) = folder.glob(".dcpstore-*")
-    return decode(path.read_bytes())
+    manifest = discover(open_store(folder), ReadConfig()).manifest
+    assert manifest is not None
+    return decode(manifest)
 
 
 def only(found: Verification) -> Finding:
@@ -88,11 +93,12 @@ def only(found: Verification) -> Finding:
 # --- sound checkpoints ---------------------------------------------------------------
 
 
-def test_every_byte_of_a_checkpoint_of_ours_is_read_once_and_checked(saved):
-    found = verify_checkpoint(saved / "ours")
-    stored = sum(path.stat().st_size for path in data_files(saved / "ours"))
+@pytest.mark.parametrize("name", ["ours", "ours-apart"])
+def test_every_byte_of_a_checkpoint_of_ours_is_read_once_and_checked(saved, name):
+    found = verify_checkpoint(saved / name)
+    stored = sum(path.stat().st_size for path in data_files(saved / name))
     assert found.is_sound
-    assert (found.layout, found.num_objects) == ("dcpstore", len(data_files(saved / "ours")))
+    assert (found.layout, found.num_objects) == ("dcpstore", len(data_files(saved / name)))
     assert found.fetched_bytes == found.checked_bytes == stored
     assert (found.num_keys, found.leftovers, found.others) == (6, (), ())
 
@@ -172,16 +178,35 @@ def test_a_flipped_byte_anywhere_in_data_of_ours_is_found_with_key_and_range(
             assert finding.kind in ("checksum", "framing")
 
 
-@pytest.mark.parametrize("name", [".metadata", "manifest"])
-def test_a_flipped_byte_anywhere_in_the_metadata_of_ours_is_found(copy_of, name):
-    folder = copy_of("ours")
-    path = folder / name if name == ".metadata" else next(folder.glob(".dcpstore-*"))
+@pytest.mark.parametrize(
+    ("name", "key"), [("ours", ".metadata"), ("ours-apart", ".metadata"), ("ours-apart", None)]
+)
+def test_a_flipped_byte_anywhere_in_the_metadata_of_ours_is_found(copy_of, name, key):
+    folder = copy_of(name)
+    path = folder / key if key is not None else next(folder.glob(".dcpstore-*"))
     size = path.stat().st_size
-    for at in (*range(0, size, 97), *range(size - 24, size)):
+    for at in (*range(0, size, 97), *range(size - 300, size, 7), *range(size - 24, size)):
         flip(path, at)
-        found = verify_checkpoint(folder)
+        finding = only(verify_checkpoint(folder))
         flip(path, at)
-        assert not found.is_sound, f"byte {at} of {size}"
+        assert finding.kind == "metadata", f"byte {at} of {size}"
+        if name == "ours":
+            assert finding.key == ".metadata"
+            assert finding.span is None or finding.span.start <= at < finding.span.end
+
+
+@pytest.mark.parametrize("name", ["ours", "ours-apart"])
+def test_a_footer_of_another_save_is_a_finding(copy_of, name):
+    folder = copy_of(name)
+    path = folder / ".metadata"
+    whole = path.read_bytes()
+    seal = read_seal(memoryview(whole))
+    assert seal is not None
+    at = whole.index(seal.save_id.encode(), seal.manifest_span.end)
+    path.write_bytes(whole[:at] + b"0" * 16 + whole[at + 16 :])
+    finding = only(verify_checkpoint(folder))
+    assert finding.span == ByteRange(seal.manifest_span.end, len(whole))
+    assert "footer" in finding.message
 
 
 @pytest.mark.parametrize("request_bytes", [4 * MIB, 3000], ids=["whole", "in-parts"])
@@ -310,7 +335,7 @@ def test_a_copy_by_another_tool_is_sound_and_said_to_have_other_marks(copy_of):
 
 
 def test_a_lost_manifest_is_a_finding(copy_of):
-    folder = copy_of("ours")
+    folder = copy_of("ours-apart")
     next(folder.glob(".dcpstore-*")).unlink()
     finding = only(verify_checkpoint(folder))
     assert finding.kind == "metadata"
@@ -408,11 +433,12 @@ def opener(folder: Path, *script: StoreFault) -> tuple[Any, RecordingStore]:
     return (lambda *_args, **_options: recorder), recorder
 
 
-def test_where_listing_is_refused_each_object_is_looked_up(saved):
-    make, recorder = opener(saved / "ours", StoreFault("denied", "list", times=None))
-    found = verify_checkpoint(saved / "ours", store_opener=make)
+@pytest.mark.parametrize(("name", "num_more"), [("ours", 1), ("ours-apart", 2)])
+def test_where_listing_is_refused_each_object_is_looked_up(saved, name, num_more):
+    make, recorder = opener(saved / name, StoreFault("denied", "list", times=None))
+    found = verify_checkpoint(saved / name, store_opener=make)
     assert found.is_sound
-    assert recorder.counts["head"] == found.num_objects + 2
+    assert recorder.counts["head"] == found.num_objects + num_more
     assert any("does not let these credentials list" in note for note in found.notes)
 
 

@@ -3,12 +3,11 @@ from __future__ import annotations
 import json
 import pickle
 import pickletools
+import struct
 import warnings
-from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import crc32c
 import numpy as np
 import pytest
 import torch
@@ -24,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcpstore import commit
-from dcpstore.commit import Sealer, read_seal
+from dcpstore.commit import Sealer
 from dcpstore.errors import CorruptError
 from dcpstore.keys import check_relative
 from dcpstore.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
 from dcpstore.ranges import ByteRange
+from dcpstore.seal import get_manifest, make_metadata, read_seal
 from dcpstore.trust import load_metadata_pickle
 from faults.places import Backend
 from faults.states import failing, load, save, state_at
@@ -232,9 +231,10 @@ def test_our_own_metadata_is_loaded_without_opening_its_pickle(tmp_path: Path) -
     """Not even a pickle that was changed and sealed again by somebody who knows how."""
     backend, canary = Backend(), tmp_path / "canary"
     save(state_at(1), backend.writer())
-    seal = read_seal(backend.shared.get(".metadata").data)
+    data = backend.shared.get(".metadata").data
+    seal = read_seal(data)
     assert seal is not None
-    manifest = bytes(backend.shared.get(seal.manifest_key).data)
+    manifest = get_manifest(backend.shared, data, seal)
     backend.shared.delete_many([".metadata"])
     attack = Calls("os", "system", f"touch {canary}").as_pickle()
     Sealer(backend.shared, ".metadata", None).put_sealed(seal.save_id, attack, manifest)
@@ -302,11 +302,17 @@ def test_a_manifest_that_leads_outside_is_refused(path: str) -> None:
         decode(encode(manifest))
 
 
-def test_a_seal_that_leads_outside_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("save_id", "manifest_key"), [("a" * 16, "../x"), ("/../../x", ".dcpstore-/../../x")]
+)
+def test_a_seal_that_leads_outside_is_refused(save_id: str, manifest_key: str) -> None:
     backend = Backend()
-    data = b"a pickle"
-    seal = commit.Seal("a" * 16, "../x", 1, 2, len(data), crc32c.crc32c(data))
-    text = json.dumps(asdict(seal)).encode()
-    backend.shared.put(".metadata", data + text + commit._TAIL.pack(len(text), commit._MAGIC))
-    error = failing(AssertionError, load, {"a": torch.zeros(2, 3)}, backend.reader())
-    assert "outside the checkpoint's folder" in str(error)
+    _, data = make_metadata(save_id, b"a pickle", b"manifest", embed_manifest_bytes=0)
+    text = data[len(b"a pickle") : -12]
+    named = json.dumps({**json.loads(text), "manifest_key": manifest_key}).encode()
+    footer = named + struct.pack("<I8s", len(named), b"DCPSSEAL")
+    backend.shared.put(".metadata", b"a pickle" + footer)
+    reader = backend.reader()
+    error = failing(AssertionError, load, {"a": torch.zeros(2, 3)}, reader)
+    assert "footer" in str(error) or "outside the checkpoint's folder" in str(error)
+    assert reader._folder.open().num_requests == 2  # the metadata, and once more

@@ -1,7 +1,8 @@
 """What a checkpoint holds and where it lies, told from its metadata alone.
 
-Of ours and of safetensors files without torch; a stock checkpoint's pickle needs it. One or
-two GETs for a checkpoint with DCP's metadata, two per file for safetensors; no data is read.
+Of ours and of safetensors files without torch; a stock checkpoint's pickle needs it. One GET
+for a checkpoint with DCP's metadata (two if its manifest is an object of its own), two per file
+for safetensors; no data is read.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Objects are grouped by folder. A folder is a checkpoint if one of these lies rig
 =====================================  ============  =======================
 name                                   layout        what it says
 =====================================  ============  =======================
-``.dcpstore-{save_id}``                dcpstore      manifest of a save
+``.dcpstore-{save_id}``                dcpstore      large manifest of a save
 ``__{rank}_{n}.{save_id}.distcp``      dcpstore      data of a save
 ``*.distcp``                           dcp           data of a stock writer
 ``.metadata``                          either        the checkpoint is sealed

@@ -10,7 +10,6 @@ from dcpstore.audit.contents import Contents
 from dcpstore.audit.findings import Finding
 from dcpstore.audit.safetensors_files import open_files
 from dcpstore.audit.sealed import Sealed, SealedContents, open_sealed
-from dcpstore.commit import probe
 from dcpstore.config import ReadConfig
 from dcpstore.discovery import discover, safetensors_files
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
@@ -51,7 +50,6 @@ def open_contents(store: Store, config: ReadConfig) -> Opened:
         if discovered.files is not None:
             return Opened(open_files(store), ())
         seals.append(open_sealed(discovered, config))
-        findings += _compare_seal(store, seals[-1])
     except CorruptError as error:
         if (error.key or "").endswith(".safetensors"):
             return Opened(open_files(store), ())
@@ -65,21 +63,9 @@ def open_contents(store: Store, config: ReadConfig) -> Opened:
         for rank in ranks:
             try:
                 seals.append(open_sealed(discover(store, config, rank=rank), config))
-                findings += _compare_seal(store, seals[-1])
             except CorruptError as error:
                 findings.append(_damage(error))
     return Opened(SealedContents(seals, config), tuple(findings))
-
-
-def _compare_seal(store: Store, sealed: Sealed) -> Iterator[Finding]:
-    """The footer's own save id has no checksum, and loading does not need it."""
-    found = probe(store, sealed.key, denied_is_absent=False)
-    if sealed.manifest is None or found is None or found.seal is None:
-        return
-    if found.seal.save_id != sealed.manifest.save_id:
-        message = f"its footer and its manifest name different saves: {found.seal.save_id} and"
-        span = ByteRange(found.seal.pickle_bytes, len(found.data))
-        yield Finding("metadata", f"{message} {sealed.manifest.save_id}", sealed.key, span=span)
 
 
 def _damage(error: CorruptError) -> Finding:

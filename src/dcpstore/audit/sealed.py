@@ -21,7 +21,6 @@ from dcpstore.config import ReadConfig
 from dcpstore.discovery import Discovered
 from dcpstore.errors import CorruptError
 from dcpstore.format.dtypes import dtype_name
-from dcpstore.keys import manifest_key
 from dcpstore.manifest import DataObject, ItemId, Manifest, StoredItem, decode
 from dcpstore.metadata import expected_items, item_id, metadata_from_manifest
 from dcpstore.ranges import ByteRange
@@ -40,12 +39,14 @@ class Sealed:
         metadata: Of the state dict.
         items: Where everything lies.
         manifest: Of a checkpoint of ours; None for a stock one.
+        manifest_key: The object that the manifest lies in, where there is one.
     """
 
     key: str
     metadata: Metadata
     items: Mapping[ItemId, StoredItem]
     manifest: Manifest | None
+    manifest_key: str
 
 
 def open_sealed(discovered: Discovered, config: ReadConfig) -> Sealed:
@@ -57,14 +58,16 @@ def open_sealed(discovered: Discovered, config: ReadConfig) -> Sealed:
     """
     if discovered.manifest is None:
         metadata, items = _open_stock(discovered, config)
-        return Sealed(discovered.key, metadata, items, None)
-    manifest = decode(discovered.manifest)
-    return Sealed(discovered.key, metadata_from_manifest(manifest), manifest.items, manifest)
+        manifest = None
+    else:
+        manifest = decode(discovered.manifest)
+        metadata, items = metadata_from_manifest(manifest), manifest.items
+    return Sealed(discovered.key, metadata, items, manifest, discovered.manifest_key)
 
 
 def _open_stock(
     discovered: Discovered, config: ReadConfig
-) -> tuple[Metadata, dict[ItemId, StoredItem]]:
+) -> tuple[Metadata, Mapping[ItemId, StoredItem]]:
     """Unpickle; a damaged pickle may make objects that lack what they must have."""
     try:
         metadata = discovered.open(config)
@@ -130,11 +133,8 @@ class SealedContents:
 
     @property
     def metadata_keys(self) -> frozenset[str]:
-        """The metadata objects and the manifests."""
-        manifests = (one.manifest for one in self._seals if one.manifest is not None)
-        return frozenset(
-            [*(one.key for one in self._seals), *(manifest_key(one.save_id) for one in manifests)]
-        )
+        """The metadata objects, and the manifests that are objects of their own."""
+        return frozenset(key for one in self._seals for key in (one.key, one.manifest_key))
 
     @property
     def checked_bytes(self) -> int:
@@ -147,7 +147,7 @@ class SealedContents:
             yield from _compare_chunks(seal.metadata, seal.items)
             if seal.manifest is not None:
                 for one, item in seal.items.items():
-                    yield from check_inline(one, item, manifest_key(seal.manifest.save_id))
+                    yield from check_inline(one, item, seal.manifest_key)
         for key in sorted(self.data_keys):
             yield from self._compare_object(key, inventory)
         zips = ZipScan(store, self._config, self._coverage)
