@@ -10,6 +10,7 @@ from typing import Any
 
 from dcpstore import ObjectStoreReader, ObjectStoreWriter
 from dcpstore.config import ReadConfig, WriteConfig
+from dcpstore.keys import save_id_of
 from dcpstore.store import Store, open_store
 from dcpstore.testing import FaultyStore, MotoServer, S3Client, StoreFault
 from faults.states import PART_BYTES
@@ -18,7 +19,15 @@ BUCKET = "faults"
 ENGINES = ("obstore", "fsspec")
 SMALL = {"part_bytes": PART_BYTES, "budget_bytes": 4 * PART_BYTES, "object_bytes": 8192}
 """Settings under which a small state becomes several objects."""
+HERE = {"embed_manifest_bytes": WriteConfig().embed_manifest_bytes}
+APART = {"embed_manifest_bytes": 0}
+"""Settings under which the manifest lies in ``.metadata``, and in an object of its own."""
 _numbers = itertools.count()
+
+
+def save_ids(names: Iterable[str]) -> set[str]:
+    """Whose objects are among these: each rank of each save has an id."""
+    return {found for name in names if (found := save_id_of(name)) is not None}
 
 
 @dataclass

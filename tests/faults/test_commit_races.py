@@ -19,9 +19,11 @@ from dcpstore.errors import (
 )
 from dcpstore.store.base import IfMatch
 from dcpstore.testing import Fault, FaultyStore, StoreFault
-from faults.places import Backend, Place
+from faults.places import APART, HERE, Backend, Place, save_ids
 from faults.ranks import plan_on_ranks, rank_state, save_on_ranks, write_on_ranks
 from faults.states import failing, loaded_step, save, state_at
+
+both_layouts = pytest.mark.parametrize("layout", [HERE, APART], ids=["here", "apart"])
 
 
 class Hooked:
@@ -44,21 +46,24 @@ class Hooked:
 
 
 @pytest.mark.parametrize("is_overwrite", [False, True])
-@pytest.mark.parametrize("kind", ["lost_ack", "drop"])
+@pytest.mark.parametrize(("kind", "layout"), [("lost_ack", HERE), ("drop", APART)])
 def test_a_lost_answer_to_the_seal_is_settled_by_reading_back(
-    any_place: Place, kind: str, is_overwrite: bool
+    any_place: Place, kind: str, layout: dict[str, int], is_overwrite: bool
 ) -> None:
     if is_overwrite:
         save(state_at(1), any_place.writer())
     key = f"{any_place.name}/.metadata"
     any_place.server.add_fault(Fault("PutObject", kind=kind, key=key, status=500))
-    save(state_at(2), any_place.writer(overwrite=is_overwrite))
+    save(state_at(2), any_place.writer(overwrite=is_overwrite, **layout))
     assert loaded_step(any_place.reader(), state_at(0)) == 2
-    assert len([name for name in any_place.names() if name.startswith(".dcpstore")]) == 1
+    assert len(save_ids(any_place.names())) == 1
 
 
+@both_layouts
 @pytest.mark.parametrize("is_overwrite", [False, True])
-def test_an_outcome_that_cannot_be_found_out_deletes_nothing(is_overwrite: bool) -> None:
+def test_an_outcome_that_cannot_be_found_out_deletes_nothing(
+    is_overwrite: bool, layout: dict[str, int]
+) -> None:
     backend = Backend()
     if is_overwrite:
         save(state_at(1), backend.writer())
@@ -66,7 +71,8 @@ def test_an_outcome_that_cannot_be_found_out_deletes_nothing(is_overwrite: bool)
         StoreFault("lost_ack", verb="put", key=".metadata"),
         StoreFault("error", verb="get", at=1, times=None),
     ]
-    failing(CommitUnknownError, save, state_at(2), backend.writer(script, overwrite=is_overwrite))
+    writer = backend.writer(script, overwrite=is_overwrite, **layout)
+    failing(CommitUnknownError, save, state_at(2), writer)
     assert loaded_step(backend.reader(), state_at(0)) == 2
     save(state_at(3), backend.writer(overwrite=True))
     assert loaded_step(backend.reader(), state_at(0)) == 3
@@ -84,8 +90,11 @@ def test_a_503_that_hid_the_seal_deletes_nothing(place: Place) -> None:
 # Other writers -----------------------------------------------------------------------------
 
 
+@both_layouts
 @pytest.mark.parametrize("is_overwrite", [False, True])
-def test_who_is_overtaken_before_the_seal_loses_and_sweeps_its_own(is_overwrite: bool) -> None:
+def test_who_is_overtaken_before_the_seal_loses_and_sweeps_its_own(
+    is_overwrite: bool, layout: dict[str, int]
+) -> None:
     backend = Backend()
     if is_overwrite:
         save(state_at(1), backend.writer())
@@ -99,7 +108,8 @@ def test_who_is_overtaken_before_the_seal_loses_and_sweeps_its_own(is_overwrite:
             loser.update(ours & set(after_theirs) - {".metadata"})
 
     loser: set[str] = set()
-    writer = backend.writer_on(Hooked(backend.shared, overtake), overwrite=is_overwrite)
+    hooked = Hooked(backend.shared, overtake)
+    writer = backend.writer_on(hooked, overwrite=is_overwrite, **layout)
     kind = ConflictError if is_overwrite else AlreadyExistsError
     error = failing(kind, save, state_at(2), writer)
     assert "memory://backend" in error.message
@@ -115,7 +125,7 @@ def test_of_many_first_saves_at_once_one_wins_and_the_others_leave_nothing(place
 
     def contend(step: int) -> None:
         try:
-            writer = place.writer()
+            writer = place.writer(**(HERE, APART)[step % 2])
             barrier.wait()
             save(state_at(step), writer)
             outcomes[step] = None
@@ -130,8 +140,7 @@ def test_of_many_first_saves_at_once_one_wins_and_the_others_leave_nothing(place
     (winner,) = [step for step, error in outcomes.items() if error is None]
     assert all(isinstance(e, AlreadyExistsError) for e in outcomes.values() if e is not None)
     assert loaded_step(place.reader(), state_at(0)) == winner
-    assert len([name for name in place.names() if name.startswith(".dcpstore")]) == 1
-    assert len({name.split(".")[1] for name in place.data_keys()}) == 1
+    assert len(save_ids(place.names())) == 1
 
 
 def test_of_many_overwrites_at_once_every_outcome_is_whole(place: Place) -> None:
@@ -141,7 +150,7 @@ def test_of_many_overwrites_at_once_every_outcome_is_whole(place: Place) -> None
 
     def contend(step: int) -> None:
         try:
-            writer = place.writer(overwrite=True)
+            writer = place.writer(overwrite=True, **(HERE, APART)[step % 2])
             barrier.wait()
             save(state_at(step), writer)
             outcomes[step] = None
@@ -157,12 +166,13 @@ def test_of_many_overwrites_at_once_every_outcome_is_whole(place: Place) -> None
     assert winners
     assert all(isinstance(e, ConflictError) for e in outcomes.values() if e is not None)
     assert loaded_step(place.reader(), state_at(0)) in winners
-    assert len([name for name in place.names() if name.startswith(".dcpstore")]) == 1
+    assert len(save_ids(place.names())) == 1
 
 
-def test_a_zombie_coordinator_loses_to_the_save_that_replaced_it() -> None:
+@both_layouts
+def test_a_zombie_coordinator_loses_to_the_save_that_replaced_it(layout: dict[str, int]) -> None:
     backend = Backend()
-    zombie = [backend.writer(overwrite=True) for _ in range(2)]
+    zombie = [backend.writer(overwrite=True, **layout) for _ in range(2)]
     states = [rank_state(1, rank) for rank in range(2)]
     planners, plans, metadata = plan_on_ranks(zombie, states)
     results = write_on_ranks(zombie, planners, plans)
@@ -172,8 +182,7 @@ def test_a_zombie_coordinator_loses_to_the_save_that_replaced_it() -> None:
     failing(AlreadyExistsError, zombie[0].finish, metadata, results)
 
     assert loaded_step(backend.reader(), state_at(0)) == 3
-    assert len([name for name in backend.names() if name.startswith(".dcpstore")]) == 1
-    assert len({name.split(".")[1] for name in backend.names() if name.endswith(".distcp")}) == 1
+    assert len(save_ids(backend.names())) == 1
 
 
 def test_a_zombie_overwrite_loses_even_to_a_checkpoint_with_the_same_values() -> None:
@@ -218,13 +227,13 @@ def test_a_store_without_preconditions_gets_advice_and_keeps_the_old_one(quirk: 
 def test_a_store_without_preconditions_is_compared_first_on_request(quirk: Any) -> None:
     backend = Backend()
     quirky = Hooked(backend.shared, quirk)
-    for step in (1, 2):
-        writer = backend.writer_on(quirky, overwrite=True, require_conditional_put=False)
+    for step, layout in ((1, HERE), (2, APART), (3, HERE)):
+        writer = backend.writer_on(quirky, overwrite=True, require_conditional_put=False, **layout)
         save(state_at(step), writer)
         assert loaded_step(backend.reader(), state_at(0)) == step
-    assert len([name for name in backend.names() if name.startswith(".dcpstore")]) == 1
+    assert len(save_ids(backend.names())) == 1
     writer = backend.writer_on(quirky, require_conditional_put=False)
-    failing(AlreadyExistsError, save, state_at(3), writer)
+    failing(AlreadyExistsError, save, state_at(4), writer)
 
 
 @pytest.mark.parametrize("status", [501, 412])
@@ -292,26 +301,33 @@ def test_the_sweep_never_deletes_what_was_just_sealed(caplog: Any) -> None:
     assert "__0_0.distcp" not in backend.names()
 
 
-def sealed_by_two_ranks(backend: Backend) -> Any:
+def sealed_by_two_ranks(backend: Backend, layout: dict[str, int]) -> Any:
     """Save on two ranks; return rank 1's writer, which DCP never tells that all went well."""
-    writers = [backend.writer() for _ in range(2)]
+    writers = [backend.writer(**layout) for _ in range(2)]
     save_on_ranks(writers, [rank_state(1, rank) for rank in range(2)])
     return writers[1]
 
 
-def test_sweeping_after_a_save_that_was_sealed_after_all_deletes_nothing() -> None:
+@both_layouts
+def test_sweeping_after_a_save_that_was_sealed_after_all_deletes_nothing(
+    layout: dict[str, int],
+) -> None:
     backend = Backend()
-    writer = sealed_by_two_ranks(backend)
+    writer = sealed_by_two_ranks(backend, layout)
     before = backend.content()
     assert writer.sweep_unsealed() == ()
     assert backend.content() == before
 
 
 @pytest.mark.parametrize("kind", ["error", "denied"])
-@pytest.mark.parametrize("key", [".metadata", ".dcpstore-"])
-def test_sweeping_deletes_nothing_while_it_cannot_tell_what_is_sealed(key: str, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("key", "layout"), [(".metadata", HERE), (".metadata", APART), (".dcpstore-", APART)]
+)
+def test_sweeping_deletes_nothing_while_it_cannot_tell_what_is_sealed(
+    key: str, layout: dict[str, int], kind: Any
+) -> None:
     backend = Backend()
-    writer = sealed_by_two_ranks(backend)
+    writer = sealed_by_two_ranks(backend, layout)
     before = backend.content()
     store = FaultyStore(backend.shared, [StoreFault(kind, verb="get", key=key, times=None)])
     writer._folder._store = store
