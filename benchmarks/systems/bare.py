@@ -51,7 +51,7 @@ def _save(state: StateDict, url: str, options: dict[str, Any]) -> None:
         iter([payload[start : start + config.part_bytes] for start in starts]),
         use_multipart=True,
         chunk_size=config.part_bytes,
-        max_concurrency=config.budget_bytes // config.part_bytes,
+        max_concurrency=config.max_uploads,
     )
 
 

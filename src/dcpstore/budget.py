@@ -1,22 +1,18 @@
-"""Bounds on memory in flight: a counter of bytes for reads, a pool of slabs for writes."""
+"""Bounds on fetched bytes in flight."""
 
 from __future__ import annotations
 
 import math
-import queue
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic
-from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ByteBudget", "Cancelled", "FlightWindow", "SlabPool", "bytes_in_flight"]
+__all__ = ["ByteBudget", "Cancelled", "FlightWindow", "bytes_in_flight"]
 
-T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 
 _POLL_S = 0.02  # how often a blocked wait looks whether the operation was cancelled
@@ -131,68 +127,3 @@ class ByteBudget:
         with self._changed:
             self._held_bytes -= num_bytes
             self._changed.notify_all()
-
-
-class SlabPool(Generic[T]):
-    """A fixed number of places for parts in flight, and memory for those that need some.
-
-    A part in flight takes a place, and a slab of the pool's memory, made on first use and
-    recycled, unless all its bytes lie elsewhere. It is handed on as *leases*: a numpy view of
-    each of its pieces, whose deaths give back place and slab. Whoever holds the last
-    reference, be it a thread of the store's engine, thereby decides when that memory may be
-    filled again.
-
-    Args:
-        num_slabs: Most parts in flight, hence most slabs that exist.
-        make_slab: Allocates one slab.
-    """
-
-    def __init__(self, num_slabs: int, make_slab: Callable[[], T]) -> None:
-        # SimpleQueue.put is reentrant, hence safe in the finalizer of a lease.
-        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self._make_slab = make_slab
-        self.num_made = 0
-        """Slabs that exist."""
-        for _ in range(num_slabs):
-            self._places.put(None)
-
-    def acquire_place(self, *, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Take a place, waiting for one if need be.
-
-        Raises:
-            Cancelled: If ``cancelled()`` turns true while waiting.
-        """
-        while True:
-            try:
-                return self._places.get_nowait()
-            except queue.Empty:
-                if cancelled():
-                    raise Cancelled from None
-            try:
-                return self._places.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
-
-    def take_slab(self) -> T:
-        """Take a slab, at most one for each place taken. One thread at a time."""
-        try:
-            return self._free.get_nowait()
-        except queue.Empty:  # fewer slabs than places are in use, so there may be one more
-            self.num_made += 1
-            return self._make_slab()
-
-    def lease(self, pieces: Sequence[Bytes], slab: T | None = None) -> list[Bytes]:
-        """Return views of the pieces of a part; the last to die gives back place and slab."""
-        leases = [piece[:] for piece in pieces]
-        alive = list(range(len(leases)))
-        for lease in leases:
-            weakref.finalize(lease, self._end, alive, slab).atexit = False
-        return leases
-
-    def _end(self, alive: list[int], slab: T | None) -> None:
-        # Finalizers run in any thread: who pops the bottom of the list is the last one.
-        if alive.pop() == 0:
-            if slab is not None:
-                self._free.put(slab)
-            self._places.put(None)

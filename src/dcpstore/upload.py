@@ -2,8 +2,8 @@
 
 One thread (the caller's) makes parts; one thread per object in flight checksums and
 uploads them; the store keeps several parts of an object in flight. What has to be copied
-goes into slabs. A slab goes back to the pool when the store drops it, so memory stays at
-the pool's size::
+goes into slabs, or into scratch where it is little. Both go back to the pool when the store
+drops them, so memory stays at the pool's size::
 
     caller    make part 0 | make part 1 | make part 2 | ...        (one copy per byte)
     object 0              | crc 0, put 0 ........... free slab 0
@@ -32,14 +32,15 @@ from typing import Protocol
 
 import torch
 
-from dcpstore.budget import Bytes, Cancelled, SlabPool
+from dcpstore.budget import Bytes, Cancelled
 from dcpstore.config import WriteConfig
 from dcpstore.errors import CorruptError
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.copying import copy_bytes_out, host_payload
 from dcpstore.manifest import DataObject
-from dcpstore.part import PartInMemory, Slab
+from dcpstore.part import PartInMemory
 from dcpstore.progress import Meter
+from dcpstore.slabs import Slab, SlabPool
 from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Part
 from dcpstore.store.parts import joined
 
@@ -106,10 +107,9 @@ class ObjectStream(io.RawIOBase):
         while at < len(view):
             part = self._open_part()
             count = min(part.room_bytes, len(view) - at)
-            self._slab_of(part).array[part.num_bytes : part.num_bytes + count] = view[
-                at : at + count
-            ]
-            part.copied(count, self._checksummer)
+            memory, to = self._place_of(part, count)
+            memory.array[to : to + count] = view[at : at + count]
+            part.copied(memory, to, count, self._checksummer)
             at += count
         return len(view)
 
@@ -129,17 +129,19 @@ class ObjectStream(io.RawIOBase):
             end = min(total, start + part.room_bytes)
             if lender is not None and least is not None and end - start >= least:
                 part.lend(lender[start:end], self._checksummer)
+                self._uploads.has_lent = True
             else:
                 self._copy(tensor, start, end, part)
             start = end
 
     def _copy(self, tensor: torch.Tensor, start: int, end: int, part: PartInMemory) -> None:
         is_queued = tensor.device.type == "cuda"
-        out = self._slab_of(part).tensor[part.num_bytes : part.num_bytes + end - start]
+        memory, to = self._place_of(part, end - start)
+        out = memory.tensor[to : to + end - start]
         copy_bytes_out(tensor, start, end, out, non_blocking=is_queued)
         if is_queued and tensor.device not in part.events:
             part.events[tensor.device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        part.copied(end - start, self._checksummer)
+        part.copied(memory, to, end - start, self._checksummer)
 
     def finish(self) -> None:
         """Hand on what is left; the object is complete."""
@@ -155,10 +157,15 @@ class ObjectStream(io.RawIOBase):
             self._part = PartInMemory(self._uploads.part_bytes)
         return self._part
 
-    def _slab_of(self, part: PartInMemory) -> Slab:
-        if part.slab is None:
+    def _place_of(self, part: PartInMemory, num_bytes: int) -> tuple[Slab, int]:
+        """Return where the part's next bytes are to be copied to."""
+        if part.slab is None and part.scratch is None:
+            part.scratch = self._uploads.take_scratch()
+        place = part.place_of(num_bytes)
+        if place is None:
             part.slab = self._uploads.take_slab()
-        return part.slab
+            place = part.slab, part.num_bytes
+        return place
 
     def _emit(self) -> None:
         if self._part is None:
@@ -196,11 +203,12 @@ class Uploads:
         self._store = store
         self.least_lent_bytes = self._least_lent_bytes(config) if lends else None
         """Fewest bytes of a tensor that are worth to be sent from where they lie."""
+        self.has_lent = False
+        """Whether any were: then parts are expected to copy little."""
         self._meter = meter or Meter("save")
         self._config = config
         self._pin = pin
-        num_slabs = config.budget_bytes // config.part_bytes
-        self._pool: SlabPool[Slab] = SlabPool(num_slabs, self._make_slab)
+        self._pool = self._make_pool(config)
         self._executor = ThreadPoolExecutor(config.max_uploads, "dcpstore-upload")
         self._failed = threading.Event()
         self._open: ObjectStream | None = None
@@ -212,7 +220,7 @@ class Uploads:
     @property
     def peak_bytes(self) -> int:
         """Memory that the slabs took."""
-        return self._pool.num_made * self._config.part_bytes
+        return self._pool.peak_bytes
 
     @property
     def keys(self) -> list[str]:
@@ -260,12 +268,34 @@ class Uploads:
             raise Cancelled
         self._pool.acquire_place(cancelled=self._failed.is_set)
 
-    def take_slab(self) -> Slab:
-        """Take memory for a part that has a place."""
-        return self._pool.take_slab()
+    def take_scratch(self) -> Slab | None:
+        """Take memory for the little that a part with a place copies; None if it needs a slab.
 
-    def _make_slab(self) -> Slab:
-        tensor = torch.empty(self._config.part_bytes, dtype=torch.uint8, pin_memory=self._pin)
+        Raises:
+            Cancelled: If an upload failed meanwhile.
+        """
+        if not self.has_lent or not self._store.capabilities.gathers_parts:
+            return None
+        return self._pool.acquire_scratch(cancelled=self._failed.is_set)
+
+    def take_slab(self) -> Slab:
+        """Take memory for a part that has a place, waiting for it.
+
+        Raises:
+            Cancelled: If an upload failed meanwhile.
+        """
+        return self._pool.acquire_slab(cancelled=self._failed.is_set)
+
+    def _make_pool(self, config: WriteConfig) -> SlabPool:
+        num_slabs = config.budget_bytes // config.part_bytes
+        # An upload begins once it has two parts.
+        num_places = max(2, config.max_uploads)
+        if not self._store.capabilities.gathers_parts:
+            num_places = min(num_places, num_slabs)  # it copies what it is lent
+        return SlabPool(num_places, num_slabs, config.part_bytes, self._make_slab)
+
+    def _make_slab(self, num_bytes: int) -> Slab:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
         return Slab(tensor.numpy(), tensor)
 
     def _wait(self) -> None:
@@ -328,7 +358,7 @@ class Uploads:
             part.wait_and_check()
             num_bytes = part.num_bytes
             sent.num_bytes += num_bytes
-            leases = self._pool.lease(part.seal(), part.slab)
+            leases = self._pool.lease(part.seal(), part.slab, part.scratch)
             self._lent.extend(weakref.ref(leases[number]) for number in part.lent)
             views = tuple(lease.data for lease in leases)
             del leases, part

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 
-from dcpstore.budget import ByteBudget, Cancelled, FlightWindow, SlabPool
+from dcpstore.budget import ByteBudget, Cancelled, FlightWindow
 
 MIB = 1 << 20
 
@@ -85,14 +84,6 @@ def test_a_budget_waits_for_its_window() -> None:
         budget.acquire(1, cancelled=lambda: True)
 
 
-def full(pool: SlabPool[np.ndarray]) -> bool:
-    try:
-        pool.acquire_place(cancelled=lambda: True)
-    except Cancelled:
-        return True
-    return False
-
-
 def test_nothing_is_acquired_that_does_not_fit() -> None:
     budget = ByteBudget(10)
     assert budget.try_acquire(8)
@@ -100,48 +91,3 @@ def test_nothing_is_acquired_that_does_not_fit() -> None:
     assert budget.try_acquire(2)
     budget.release(10)
     assert budget.try_acquire(10)
-
-
-def test_place_and_slab_return_when_the_last_view_dies() -> None:
-    made: list[np.ndarray] = []
-
-    def make() -> np.ndarray:
-        made.append(np.zeros(8, np.uint8))
-        return made[-1]
-
-    pool = SlabPool(1, make)
-    pool.acquire_place()
-    slab = pool.take_slab()
-    (lease,) = pool.lease([slab], slab)  # all of it
-    view = memoryview(lease)[2:4]
-    del lease
-    assert full(pool), "the view keeps it"
-    del view
-    pool.acquire_place()
-    assert pool.take_slab() is slab
-    assert len(made) == 1
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_a_part_in_pieces_keeps_its_place_until_the_last_one_dies(order) -> None:
-    pool = SlabPool(1, lambda: np.zeros(8, np.uint8))
-    elsewhere = np.zeros(4, np.uint8)
-    pool.acquire_place()
-    slab = pool.take_slab()
-    leases = dict(enumerate(pool.lease([slab[:2], elsewhere, slab[2:]], slab)))
-    assert np.shares_memory(leases[1], elsewhere)
-    for number in order:
-        assert full(pool)
-        del leases[number]
-    pool.acquire_place()
-    assert pool.take_slab() is slab
-
-
-def test_a_pool_has_no_more_places_than_told_and_makes_slabs_only_when_asked() -> None:
-    pool = SlabPool(2, lambda: np.zeros(1, np.uint8))
-    pool.acquire_place()
-    pool.acquire_place()
-    assert full(pool)
-    assert pool.num_made == 0
-    pool.take_slab()
-    assert pool.num_made == 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -65,6 +68,45 @@ class Sink:
         return bytes(data)
 
 
+class Engine(Sink):
+    """Gathers, and sends parts in threads, each of which waits before it lets go of its part.
+
+    Args:
+        wait: What a part waits for; an error of it fails the upload.
+    """
+
+    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
+        super().__init__(gathers=True)
+        self._wait = wait
+        self.copied: set[tuple[int, int]] = set()
+        """Address and length of every piece."""
+
+    def put_parts(
+        self, key: str, parts: Iterable[Any], *, part_bytes: int, max_concurrency: int
+    ) -> str:
+        with ThreadPoolExecutor(max_concurrency) as executor:
+            sending = []
+            free = threading.Semaphore(max_concurrency)
+            for part in parts:
+                free.acquire()
+                sending.append(executor.submit(self._send, [part], free))
+                del part
+            self.objects[key] = b"".join(one.result() for one in sending)
+        return "etag"
+
+    def _send(self, held: list[Any], free: threading.Semaphore) -> bytes:
+        part = held.pop()
+        try:
+            self._wait()
+            pieces = part if type(part) is tuple else (part,)
+            for piece in pieces:
+                at = np.frombuffer(piece, np.uint8).__array_interface__["data"][0]
+                self.copied.add((at, len(piece)))
+            return b"".join(pieces)
+        finally:
+            free.release()
+
+
 def config(num_parts: int = 8) -> WriteConfig:
     return WriteConfig(part_bytes=PART, budget_bytes=num_parts * PART)
 
@@ -103,6 +145,51 @@ def test_a_store_that_gathers_reads_host_tensors_where_they_lie() -> None:
     # Of the last part, the end of one tensor is too short to lend, the other one is not.
     assert lent == [False, True, True, True, False, True, False]
     assert uploads.peak_bytes <= 2 * PART, "memory was made for parts that were lent"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("max_uploads", [2, 9])
+def test_as_many_lent_parts_are_in_flight_as_told_whatever_the_memory(max_uploads: int) -> None:
+    together = threading.Barrier(max_uploads)
+    sink, tensor = Engine(lambda: together.wait(5)), torch.zeros(PART - 64, dtype=torch.uint8)
+    tight = WriteConfig(part_bytes=PART, budget_bytes=3 * PART, max_uploads=max_uploads)
+    with Uploads(sink, tight, pin=False) as uploads:
+        stream = uploads.open("object")
+        for _ in range(2 * max_uploads):
+            stream.write(b"h" * 64)
+            stream.write_tensor(tensor)
+        stream.finish()
+    assert uploads.peak_bytes <= 2 * PART
+    assert sink.objects["object"] == 2 * max_uploads * (b"h" * 64 + bytes(PART - 64))
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 4])
+def test_parts_of_every_mix_stay_within_the_budget(num_parts: int) -> None:
+    luck, whole = random.Random(num_parts), torch.randint(0, 256, (9 * PART,), dtype=torch.uint8)
+    sink, expected = Engine(), []
+    tight = WriteConfig(part_bytes=PART, budget_bytes=num_parts * PART, max_uploads=16)
+    with Uploads(sink, tight, pin=False) as uploads:
+        for key in "abc":
+            stream = uploads.open(key)
+            for _ in range(12):
+                data = luck.randbytes(8 * luck.randrange(1, luck.choice([9, 99, 1 << 16])))
+                size = 8 * luck.randrange(luck.choice([99, 1 << 15, PART // 8]))
+                tensor = whole[8 : 8 + size]
+                if luck.random() < 0.3:
+                    tensor = whole[: 2 * size : 2]  # with gaps: no memory of its own to lend
+                stream.write(data)
+                stream.write_tensor(tensor.view(torch.int64) if tensor.is_contiguous() else tensor)
+                expected.append(data + bytes(tensor.contiguous().numpy()))
+            stream.finish()
+    assert b"".join(sink.objects[key] for key in "abc") == b"".join(expected)
+    assert uploads.peak_bytes <= num_parts * PART
+    touched = {
+        page
+        for at, size in sink.copied
+        if not is_lent(at, whole)
+        for page in range(at // 4096, (at + size - 1) // 4096 + 1)
+    }
+    assert 0 < len(touched) * 4096 <= num_parts * (PART + 4096)
 
 
 def test_pieces_of_a_part_are_checksummed_in_their_order() -> None:
