@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import numpy as np
+
 from benchmarks.bucket import Answer, Bucket, Request, refuse
 from benchmarks.link import Link, Weather
 from benchmarks.upstream import Upstream
@@ -160,7 +162,9 @@ def _read_body(
 ) -> memoryview:
     if headers.get("transfer-encoding") or "aws-chunked" in headers.get("content-encoding", ""):
         raise ConnectionAbortedError("chunked bodies are not spoken here")
-    body = memoryview(bytearray(int(headers.get("content-length", 0))))
+    # Not a bytearray: that is filled with zeros under the GIL, 10 ms for 16 MiB of fresh memory,
+    # in which no other connection is served.
+    body = memoryview(np.empty(int(headers.get("content-length", 0)), np.uint8))
     at = min(len(pending), len(body))
     body[:at] = pending[:at]
     del pending[:at]
