@@ -11,6 +11,8 @@ from typing import Any
 from dcpstore import ObjectStoreReader, ObjectStoreWriter
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.keys import save_id_of
+from dcpstore.manifest import Manifest, decode
+from dcpstore.seal import read_seal
 from dcpstore.store import Store, open_store
 from dcpstore.testing import FaultyStore, MotoServer, S3Client, StoreFault
 from faults.states import PART_BYTES
@@ -92,6 +94,14 @@ class Place:
     def get(self, key: str) -> bytes:
         """One object."""
         return self.client.get(f"{self.name}/{key}")
+
+    def manifest(self) -> Manifest:
+        """What the checkpoint's manifest says, wherever it lies."""
+        data = memoryview(self.get(".metadata"))
+        seal = read_seal(data)
+        assert seal is not None
+        inside = data[seal.manifest_span.start : seal.manifest_span.end]
+        return decode(inside if seal.manifest_key is None else self.get(seal.manifest_key))
 
     def put_all(self, objects: dict[str, bytes]) -> None:
         """Store objects that some other writer made."""

@@ -22,7 +22,7 @@ from dcpstore.cli.main import main
 from dcpstore.errors import ConfigError, StoreError
 from dcpstore.store import ObjectInfo, Store, open_store
 from dcpstore.testing import Fault, FaultyStore, RecordingStore, StoreFault
-from faults.places import Place
+from faults.places import APART, HERE, Place
 from faults.states import state_at
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
@@ -66,11 +66,16 @@ def keys_of(store: Store) -> set[str]:
     return {info.key for info in store.list()}
 
 
-def save_into(store: Store, step: int, *, overwrite: bool = False, folder: str = "") -> None:
+def save_into(
+    store: Store, step: int, *, overwrite: bool = False, folder: str = "", **knobs: int
+) -> None:
     """Save into a folder of a store in memory."""
     inner = Below(store, folder) if folder else store
     writer = dcpstore.ObjectStoreWriter(
-        "memory://prune", overwrite=overwrite, store_opener=lambda *_a, **_o: inner
+        "memory://prune",
+        overwrite=overwrite,
+        config=dcpstore.WriteConfig(**knobs),
+        store_opener=lambda *_a, **_o: inner,
     )
     dcp.save(state_at(step), storage_writer=writer, no_dist=True)
 
@@ -95,9 +100,10 @@ class Below:
 # --- what is removed -----------------------------------------------------------------
 
 
-def test_what_an_unsealed_save_left_is_removed_and_the_checkpoint_stays_whole():
+@pytest.mark.parametrize("layout", [HERE, APART], ids=["here", "apart"])
+def test_what_an_unsealed_save_left_is_removed_and_the_checkpoint_stays_whole(layout):
     store = shared_memory()
-    save_into(store, 1)
+    save_into(store, 1, **layout)
     sealed = keys_of(store)
     for key in (DATA, OTHER, MANIFEST):
         store.put(key, b"1234")
@@ -231,10 +237,12 @@ def damaged_copies(store: Store, key: str) -> Iterator[bytes]:
         yield whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
 
 
-@pytest.mark.parametrize("which", ["metadata", "manifest"])
-def test_nothing_of_a_checkpoint_with_damaged_metadata_is_removable(which):
+@pytest.mark.parametrize(
+    ("which", "layout"), [("metadata", HERE), ("metadata", APART), ("manifest", APART)]
+)
+def test_nothing_of_a_checkpoint_with_damaged_metadata_is_removable(which, layout):
     store = shared_memory()
-    save_into(store, 1)
+    save_into(store, 1, **layout)
     sealed = keys_of(store)
     store.put(OTHER, b"1")
     key = ".metadata" if which == "metadata" else next(k for k in sealed if "dcpstore" in k)
@@ -250,7 +258,7 @@ def test_nothing_of_a_checkpoint_with_damaged_metadata_is_removable(which):
 
 def test_a_checkpoint_whose_manifest_is_gone_is_left_alone():
     store = shared_memory()
-    save_into(store, 1)
+    save_into(store, 1, **APART)
     store.delete_many([key for key in keys_of(store) if key.startswith(".dcpstore-")])
     found = find(store)
     assert not found.removable
@@ -318,15 +326,16 @@ def test_objects_that_metadata_of_a_folder_above_refer_to_are_kept(tmp_path):
         assert not find_in(at, Rules(include_stock=True), in_two_days).removable
 
 
-def test_what_was_sealed_after_the_look_is_not_deleted():
+@pytest.mark.parametrize(("layout", "num_objects"), [(HERE, 1), (APART, 2)])
+def test_what_was_sealed_after_the_look_is_not_deleted(layout, num_objects):
     store, elsewhere = shared_memory(), shared_memory()
-    save_into(elsewhere, 1)
+    save_into(elsewhere, 1, **layout)
     for key in keys_of(elsewhere) - {".metadata"}:
         store.put(key, elsewhere.get(key).data)
     store.put(OTHER, b"1")
     with place_of(store) as at:
         found = find_in(at, LATER, in_two_days)
-        assert len(found.removable) == 3
+        assert len(found.removable) == num_objects + 1
         store.put(".metadata", elsewhere.get(".metadata").data)
         pruned = remove(at, found)
     assert [one.key for one in pruned.removed] == [OTHER]

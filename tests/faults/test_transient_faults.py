@@ -16,7 +16,7 @@ from dcpstore.errors import CorruptError, StoreError
 from dcpstore.store.limiter import AdaptiveLimiter
 from dcpstore.store.retry import RetryingStore, RetryPolicy
 from dcpstore.testing import Fault, StoreFault
-from faults.places import Backend, Place
+from faults.places import APART, Backend, Place
 from faults.states import dies, failing, load, loaded_step, save, state_at
 
 
@@ -171,7 +171,7 @@ def test_a_body_of_the_wrong_length_is_fetched_again(
     any_place: Place, which: str, kind: str
 ) -> None:
     any_place.attempts = 3
-    save(state_at(1), any_place.writer())
+    save(state_at(1), any_place.writer(**APART))
     (key, *_) = [name for name in any_place.names() if which in name]
     any_place.server.add_fault(Fault("GetObject", kind=kind, key=f"{any_place.name}/{key}"))
     assert loaded_step(any_place.reader(), state_at(0)) == 1
@@ -190,7 +190,7 @@ def test_metadata_whose_wrong_length_nothing_gives_away_is_refused(place: Place,
 def test_a_body_damaged_once_is_fetched_again_with_a_warning(
     any_place: Place, which: str, caplog: Any
 ) -> None:
-    save(state_at(1), any_place.writer())
+    save(state_at(1), any_place.writer(**APART))
     (key, *_) = [name for name in any_place.names() if which in name]
     any_place.server.add_fault(Fault("GetObject", kind="flip", key=f"{any_place.name}/{key}"))
     with caplog.at_level(logging.WARNING, "dcpstore"):

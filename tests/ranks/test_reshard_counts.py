@@ -23,5 +23,5 @@ def test_another_number_of_ranks_fetches_each_byte_once(cut, saved, loaded):
     assert shelf.fetched_bytes == NEEDED_BYTES
     assert len(shelf.requests(verb="get_range")) <= 4 * NUM_TENSORS
     assert not shelf.requests(verb="list") + shelf.requests(verb="head")
-    # The coordinator's alone: the manifest and the metadata.
-    assert [len(shelf.requests(rank, "get")) for rank in range(loaded)] == [2] + [0] * (loaded - 1)
+    # The coordinator's alone: the metadata, with the manifest in them.
+    assert [len(shelf.requests(rank, "get")) for rank in range(loaded)] == [1] + [0] * (loaded - 1)

@@ -187,7 +187,7 @@ def test_the_document_tells_shapes_bytes_shards_and_objects(cli, ours: Path) -> 
 def test_metadata_are_all_that_is_read(ours: Path) -> None:
     store = RecordingStore(open_store(ours))
     describe(store, ReadConfig())
-    assert store.counts == {"get": 2}
+    assert store.counts == {"get": 1}
 
 
 def test_people_see_a_table_and_sums(cli, ours: Path) -> None:

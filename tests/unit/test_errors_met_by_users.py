@@ -26,8 +26,9 @@ from dcpstore.errors import (
     NotFoundError,
     StoreError,
 )
+from dcpstore.seal import read_seal
 from dcpstore.testing import Fault, MotoServer
-from faults.places import ENGINES, Place, new_place
+from faults.places import APART, ENGINES, Place, new_place
 from faults.states import failing, is_equal, load, loaded_step, save, state_at
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
@@ -312,10 +313,7 @@ def test_a_target_on_the_meta_device_is_named(saved: Place) -> None:
 
 
 def data_key_of(place: Place, fqn: str) -> str:
-    from dcpstore.manifest import decode
-
-    (name,) = [name for name in place.names() if name.startswith(".dcpstore-")]
-    items = decode(place.get(name)).items
+    items = place.manifest().items
     return next(item.key for one, item in items.items() if one.fqn == fqn)
 
 
@@ -349,7 +347,15 @@ def test_a_deleted_object_is_named(saved: Place, engine: str) -> None:
     assert_says(error.message, saved.url, key, "deleted", "another save", "Load again")
 
 
-def test_a_deleted_manifest_is_named(saved: Place) -> None:
+@pytest.fixture
+def saved_apart(place: Place) -> Place:
+    """A checkpoint of `small_state` whose manifest is an object of its own."""
+    save(small_state(), place.writer(**APART))
+    return place
+
+
+def test_a_deleted_manifest_is_named(saved_apart: Place) -> None:
+    saved = saved_apart
     (name,) = [name for name in saved.names() if name.startswith(".dcpstore-")]
     saved.client.delete(f"{saved.name}/{name}")
     said = load_fails_untouched(AssertionError, saved, targets())
@@ -357,11 +363,21 @@ def test_a_deleted_manifest_is_named(saved: Place) -> None:
 
 
 @pytest.mark.parametrize("which", [".dcpstore-", ".metadata"])
-def test_a_changed_manifest_or_metadata_is_named(saved: Place, which: str) -> None:
+def test_a_changed_manifest_or_metadata_is_named(saved_apart: Place, which: str) -> None:
+    saved = saved_apart
     (name,) = [name for name in saved.names() if name.startswith(which)]
     saved.client.flip_bit(f"{saved.name}/{name}", 30)
     said = load_fails_untouched(AssertionError, saved, targets())
     assert_says(said, saved.url, name)
+
+
+def test_a_changed_manifest_in_the_metadata_is_named_with_its_range(saved: Place) -> None:
+    seal = read_seal(memoryview(saved.get(".metadata")))
+    assert seal is not None
+    start, end = seal.manifest_span
+    saved.client.flip_bit(f"{saved.name}/.metadata", end - 1)
+    said = load_fails_untouched(AssertionError, saved, targets())
+    assert_says(said, saved.url, ".metadata", "manifest", f"bytes [{start}, {end})")
 
 
 def test_metadata_that_is_something_else_is_named(saved: Place) -> None:

@@ -201,8 +201,12 @@ def test_a_flipped_bit_is_found(tmp_path) -> None:
         dcpstore.read_tensor(tmp_path, "w")
 
 
-def test_the_store_is_asked_for_metadata_manifest_and_data_alone(tmp_path) -> None:
-    dcpstore.save({"w": BIG}, tmp_path)
+@pytest.mark.parametrize(("most_bytes", "verbs"), [(1 << 20, ["get"]), (0, ["get", "get"])])
+def test_the_store_is_asked_for_metadata_manifest_and_data_alone(
+    tmp_path, most_bytes: int, verbs: list[str]
+) -> None:
+    config = dcpstore.WriteConfig(embed_manifest_bytes=most_bytes)
+    dcpstore.save({"w": BIG}, tmp_path, config=config)
     stores = []
 
     def opener(*args, **options):
@@ -212,4 +216,4 @@ def test_the_store_is_asked_for_metadata_manifest_and_data_alone(tmp_path) -> No
     with dcpstore.open_checkpoint(tmp_path, store_opener=opener) as checkpoint:
         checkpoint.read_tensor("w", 0)
     (store,) = stores
-    assert [request.verb for request in store.requests] == ["get", "get", "get_range"]
+    assert [request.verb for request in store.requests] == [*verbs, "get_range"]
