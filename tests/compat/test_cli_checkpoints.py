@@ -22,7 +22,7 @@ from dcpstore.testing import Fault, MotoServer
 pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")]
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ("dcpstore-1", "torch-2.6.0", "torch-2.13.0", "torch-2.13.0-zstd")
+NAMES = ("dcpstore-1", "dcpstore-1-embedded", "torch-2.6.0", "torch-2.13.0", "torch-2.13.0-zstd")
 
 
 def shown(cli, url: object, *more: object) -> dict[str, Any]:

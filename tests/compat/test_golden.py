@@ -31,6 +31,11 @@ def test_there_are_golden_checkpoints_of_torch_and_of_ours() -> None:
     assert {name.partition("-")[0] for name in FOLDERS} == {"torch", "dcpstore"}
 
 
+def test_there_are_golden_manifests_in_both_places() -> None:
+    ours = [GOLDEN / name for name in FOLDERS if name.startswith("dcpstore")]
+    assert {len(list(folder.glob(".dcpstore-*"))) for folder in ours} == {0, 1}
+
+
 def test_no_golden_file_was_changed_or_lost() -> None:
     found = {
         f"{folder}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from compat_states import QUIET, assert_same, blank, full_state
 
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, WriteConfig
+from dcpstore.seal import read_seal
 from dcpstore.testing import MotoServer
 
 pytestmark = QUIET
@@ -70,6 +71,14 @@ def test_the_checkpoint_has_many_objects_and_one_of_several_parts(saved) -> None
     _, _, folder, num_parts = saved
     assert len(list(folder.glob("*.distcp"))) >= 4
     assert num_parts >= 3
+
+
+def test_the_manifest_lies_between_pickle_and_footer(saved) -> None:
+    _, _, folder, _ = saved
+    seal = read_seal(memoryview((folder / ".metadata").read_bytes()))
+    assert seal is not None
+    assert seal.manifest_span.num_bytes > 1000
+    assert not list(folder.glob(".dcpstore-*"))
 
 
 def test_stock_torch_loads_every_value_from_files_by_fsspec_and_converted(loaded, saved) -> None:

@@ -40,7 +40,7 @@ def test_the_benchmark_shows_what_a_load_asks_for(rows: dict[str, Any]) -> None:
     for system, num_readers in (("ours", 2), ("ours-shared", 1)):
         (load,) = rows["rows-4-2"][system]
         assert load["data_bytes_out"] < 1.6 * load["needed_bytes"]
-        assert load["requests"]["GetObject index"] == 2 * num_readers
+        assert load["requests"]["GetObject index"] == num_readers
 
 
 def test_the_benchmark_tells_what_a_background_save_takes_from_training(

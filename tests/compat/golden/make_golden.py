@@ -1,9 +1,10 @@
 """Make a golden checkpoint; run once per version, the result is never changed.
 
-``python tests/compat/golden/make_golden.py stock|stock-zstd|ours`` writes the folder
-``torch-<version>``, ``torch-<version>-zstd`` or ``dcpstore-<format version>`` beside this
-script, saved by two ranks, and ``expected.pt`` in it: the plain values. It refuses to
-touch a folder that exists.
+``python tests/compat/golden/make_golden.py stock|stock-zstd|ours|ours-embedded`` writes the
+folder ``torch-<version>``, ``torch-<version>-zstd``, ``dcpstore-<format version>`` (the manifest
+is an object of its own) or ``dcpstore-<format version>-embedded`` (it lies in ``.metadata``)
+beside this script, saved by two ranks, and ``expected.pt`` in it: the plain values. It refuses
+to touch a folder that exists.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ def save_rank(rank: int, kind: str, folder: str, store: str) -> None:
         ("bf16", Shard(0)),
     ]:
         state["model"][name] = distribute_tensor(state["model"][name], mesh, [placement])
-    if kind == "ours":
-        from dcpstore import ObjectStoreWriter
+    if kind.startswith("ours"):
+        from dcpstore import ObjectStoreWriter, WriteConfig
 
-        writer: Any = ObjectStoreWriter(Path(folder))
+        config = WriteConfig() if kind == "ours-embedded" else WriteConfig(embed_manifest_bytes=0)
+        writer: Any = ObjectStoreWriter(Path(folder), config=config)
     else:
         writer = dcp.FileSystemWriter(folder, **settings_of(kind))
     dcp.save(state, storage_writer=writer)
@@ -78,10 +80,10 @@ def settings_of(kind: str) -> dict[str, Any]:
 
 
 def folder_of(kind: str) -> Path:
-    if kind == "ours":
+    if kind.startswith("ours"):
         from dcpstore.manifest import FORMAT_VERSION
 
-        return HERE / f"dcpstore-{FORMAT_VERSION}"
+        return HERE / f"dcpstore-{FORMAT_VERSION}{kind.removeprefix('ours')}"
     version = str(torch.__version__).partition("+")[0]
     return HERE / f"torch-{version}{kind.removeprefix('stock')}"
 
