@@ -6,8 +6,8 @@ concurrency belongs to the executors above. A typical save and load call it so:
 
 1. save, coordinator: ``get(".metadata")`` to see whether a checkpoint exists
 2. save, every rank:  ``put`` or ``put_parts`` per data object
-3. save, coordinator: ``put`` of the manifest, then the conditional ``put`` of ``.metadata``
-4. load, every rank:  ``get(".metadata")``, ``get`` of the manifest
+3. save, coordinator: ``put`` of a large manifest, then the conditional ``put`` of ``.metadata``
+4. load, every rank:  ``get(".metadata")``, ``get`` of a large manifest
 5. load, every rank:  ``get_range`` many times, from many threads
 
 ``list`` and ``delete_many`` serve clean-up and discovery, never a save or a load.
