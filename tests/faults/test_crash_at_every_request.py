@@ -51,8 +51,8 @@ def deaths(kind: Any, first: int = 0) -> Iterator[StoreFault]:
 
 LAYOUTS = {"here": HERE, "apart": APART}
 STARTS = [
-    *[(start, new) for start in ("nothing", "stock") for new in ("here", "apart")],
-    *[(f"ours {old}", new) for old in ("here", "apart") for new in ("here", "apart")],
+    *[(start, "here") for start in ("nothing", "stock", "ours here", "ours apart")],
+    *[(start, "apart") for start in ("nothing", "ours here")],
 ]
 """What lies there, and where the new manifest goes; both layouts replace each other."""
 
