@@ -119,6 +119,11 @@ class ByteBudget:
             self._peak_bytes = max(self._peak_bytes, self._held_bytes)
             return True
 
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """Tell the window of an answer."""
+        if self._window is not None:
+            self._window.note(num_bytes, seconds)
+
     def _limit_bytes(self) -> int:
         return self._max_bytes if self._window is None else min(self._max_bytes, self._window.size)
 

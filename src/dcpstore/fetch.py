@@ -1,9 +1,10 @@
-"""Carry out a read plan: concurrent ranged GETs, verified, copied once into their targets.
+"""Carry out a read plan: concurrent ranged GETs, verified, copied at most once.
 
 ::
 
     caller     resolve, check, plan | submit requests under the byte budget | commit targets
     workers                         | GET, verify blocks, copy into target  |
+                                    | or GET into the target, verify there  |
 
 Only the workers touch the store and only the caller touches the planner.
 """
@@ -15,12 +16,13 @@ import logging
 import queue
 import threading
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,11 +30,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpstore.budget import ByteBudget, Cancelled, FlightWindow, bytes_in_flight
+from dcpstore.checking import Content, find_corruption
 from dcpstore.collector import collector_paused
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
-from dcpstore.format.checksum import find_bad_block
 from dcpstore.format.tensors import decode_opaque
+from dcpstore.landing import MOST_LANDING_BYTES, Landing, plan_landings
 from dcpstore.manifest import StoredItem
 from dcpstore.planning.reads import Piece, Request, join_pieces, plan_pieces
 from dcpstore.planning.sharing import Units
@@ -49,6 +52,7 @@ from dcpstore.slots import (
     window,
 )
 from dcpstore.store.base import Store
+from dcpstore.store.destination import FillsMemory
 from dcpstore.store.hedge import RangeHedge
 from dcpstore.targets import Target, resolve_targets
 
@@ -120,10 +124,14 @@ class ReadJob:
         self._meter = meter or Meter("load")
         # Two at a time fit: one travels between ranks while the next is fetched.
         self._request_bytes = min(config.request_bytes, config.budget_bytes // 2)
-        self._window = FlightWindow(self._request_bytes)
-        self._budget = ByteBudget(bytes_in_flight(config.budget_bytes), self._window)
+        self._budget = ByteBudget(
+            bytes_in_flight(config.budget_bytes), FlightWindow(self._request_bytes)
+        )
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
         self._hedge = _hedge(store, config, self._budget)
+        self._flight = ByteBudget(  # of what lands: it takes little memory
+            config.max_requests * MOST_LANDING_BYTES, FlightWindow(MOST_LANDING_BYTES)
+        )
         self._failed = threading.Event()
         self._error: BaseException | None = None
         self._slots: list[Slot] = []
@@ -253,9 +261,7 @@ class ReadJob:
         return self._executor.submit(self._deliver_checked, request, data)
 
     def _deliver_checked(self, request: Request, data: memoryview) -> None:
-        error = self._first_bad(request, data)
-        if error is not None:
-            raise error
+        self._raise_if_bad(request, data)
         self._deliver(request, data)
 
     def commit_complete(self, planner: LoadPlanner) -> None:
@@ -272,10 +278,8 @@ class ReadJob:
         self._pieces = {}
         futures = []
         try:
-            for request in requests:
-                self._count(request)
-                self._budget.acquire(request.range.num_bytes, cancelled=self._failed.is_set)
-                futures.append(self._executor.submit(self._serve, request))
+            for one in self._plan_landings(requests):
+                futures.append(self._submit(one))
                 self._drain(planner)
         except Cancelled:
             pass
@@ -284,86 +288,131 @@ class ReadJob:
             raise self._error
         self._drain(planner)
 
+    def _plan_landings(self, requests: Sequence[Request]) -> Iterable[Request | Landing]:
+        if not self._store.capabilities.fills_memory:
+            return requests
+        return plan_landings(
+            requests,
+            self._slots,
+            max_requests=self._config.max_requests,
+            least_bytes=self._request_bytes,
+        )
+
+    def _submit(self, one: Request | Landing) -> Future[None]:
+        """Begin a request as soon as there is room for it."""
+        if isinstance(one, Landing):
+            request, memory_bytes = one.request, one.scratch_bytes
+            self._flight.acquire(request.range.num_bytes, cancelled=self._failed.is_set)
+        else:
+            request, memory_bytes = one, one.range.num_bytes
+        self._count(request)
+        self._budget.acquire(memory_bytes, cancelled=self._failed.is_set)
+        return self._executor.submit(self._serve, one, memory_bytes)
+
     def _count(self, request: Request) -> None:
         self.stats.num_requests += 1
         self.stats.fetched_bytes += request.range.num_bytes
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, one: Request | Landing, memory_bytes: int) -> None:
         try:
             if not self._failed.is_set():
-                self._deliver(request, self._get_verified(request))
+                if isinstance(one, Landing):
+                    self._land(one)
+                else:
+                    self._deliver(one, self._get_verified(one))
         except BaseException as error:  # noqa: BLE001 - kept, and raised again by the caller
             if not self._failed.is_set():
                 self._error = error
             self._failed.set()
         finally:
-            self._budget.release(request.range.num_bytes)
+            self._budget.release(memory_bytes)
+            if isinstance(one, Landing):
+                self._flight.release(one.request.range.num_bytes)
+
+    def _land(self, landing: Landing) -> None:
+        """Receive a request into its targets and check it there."""
+        error = self._fill(landing)
+        if error is not None:
+            self._warn_of(error)
+            error = self._fill(landing)
+        if error is not None:
+            raise error
+        for piece in landing.request.pieces:
+            self._arrived(piece)
+
+    def _fill(self, landing: Landing) -> CorruptError | None:
+        request, destination = landing.request, landing.open()
+        store = cast("FillsMemory", self._hedge or self._store)
+        try:
+            with self._asking(request, self._flight):
+                store.fill(request.key, request.range.start, destination)
+        finally:
+            self._num_touched += destination.was_written
+        landing.note_written()
+        return self._find_corruption(request, landing.contents)
 
     def _get_verified(self, request: Request) -> memoryview:
         """Fetch a request's bytes and check them; a bad block gets one second chance."""
         data = self._get(request)
-        error = self._first_bad(request, data)
+        error = self._find_corruption(request, _contents(request, data))
         if error is not None:
-            logger.warning("%s; fetching it again in case it was damaged on the way", error)
+            self._warn_of(error)
             data = self._get(request)
-            error = self._first_bad(request, data)
-        if error is not None:
-            raise error
+            self._raise_if_bad(request, data)
         return data
 
+    def _warn_of(self, error: CorruptError) -> None:
+        logger.warning("%s; fetching it again in case it was damaged on the way", error)
+
     def _get(self, request: Request) -> memoryview:
+        with self._asking(request, self._budget):
+            return (self._hedge or self._store).get_range(request.key, *request.range)
+
+    @contextmanager
+    def _asking(self, request: Request, budget: ByteBudget) -> Iterator[None]:
         began = monotonic()
         try:
-            data = (self._hedge or self._store).get_range(request.key, *request.range)
+            yield
         except NotFoundError as error:
             raise NotFoundError(
                 f"{error.message}. The checkpoint's metadata names it: it was deleted since, or"
                 " another save replaced the checkpoint while this load ran. Load again"
             ) from error
-        self._window.note(len(data), monotonic() - began)
-        return data
+        budget.note(request.range.num_bytes, monotonic() - began)
 
-    def _first_bad(self, request: Request, data: memoryview) -> CorruptError | None:
+    def _raise_if_bad(self, request: Request, data: memoryview) -> None:
+        error = self._find_corruption(request, _contents(request, data))
+        if error is not None:
+            raise error
+
+    def _find_corruption(
+        self, request: Request, contents: Iterable[Content]
+    ) -> CorruptError | None:
         if not self._config.verify:
             return None
-        for piece in request.pieces:
-            slot = self._slots[piece.slot]
-            item = slot.item
-            if item.checksums is None:
-                continue
-            first = (piece.fetch.start - item.payload.start) // item.block_bytes
-            view = window(data, request, piece.fetch)
-            bad = find_bad_block(view, first, item.checksums, item.block_bytes)
-            if bad is not None:
-                start = item.payload.start + bad * item.block_bytes
-                end = min(start + item.block_bytes, item.payload.end)
-                fqn = slot.targets[0].fqn
-                return CorruptError(
-                    f"{self._store.url}: object {request.key}, bytes [{start}, {end}) of"
-                    f" {fqn!r} are not the bytes that were saved (CRC32C differs)",
-                    key=request.key,
-                    start=start,
-                    end=end,
-                    fqn=fqn,
-                )
-        return None
+        return find_corruption(self._store.url, request, contents, self._slots)
 
     def _deliver(self, request: Request, data: memoryview) -> None:
         """Copy a request's verified bytes to whoever wants them."""
         with torch.inference_mode(self._is_inference):
             for piece in request.pieces:
                 slot = self._slots[piece.slot]
-                self._meter.advance(needed_bytes(piece, slot.item))
                 if piece.box is not None:
                     self._num_touched += 1
                     copy_piece(piece, window(data, request, piece.fetch), slot)
                 else:
                     slot.collect(piece, window(data, request, piece.span))
-                if slot.is_complete_after_one_more():
-                    if piece.box is None:
-                        self._num_touched += 1
-                        decode(slot, self._store.url, self._registry)
-                    self._done.put(slot)
+                self._arrived(piece)
+
+    def _arrived(self, piece: Piece) -> None:
+        """Count a piece that is where it belongs, and complete its target if it was the last."""
+        slot = self._slots[piece.slot]
+        self._meter.advance(needed_bytes(piece, slot.item))
+        if slot.is_complete_after_one_more():
+            if piece.box is None:
+                self._num_touched += 1
+                decode(slot, self._store.url, self._registry)
+            self._done.put(slot)
 
     # --- the caller's side ---------------------------------------------------------------
 
@@ -389,3 +438,7 @@ class ReadJob:
 
 def _start_of(piece: Piece) -> int:
     return piece.fetch.start
+
+
+def _contents(request: Request, data: memoryview) -> Iterator[memoryview]:
+    return (window(data, request, piece.fetch) for piece in request.pieces)

@@ -27,6 +27,7 @@ __all__ = [
     "copy_piece",
     "make_slots",
     "needed_bytes",
+    "part_of_target",
     "window",
 ]
 
@@ -136,32 +137,35 @@ def window(data: memoryview, request: Request, wanted: ByteRange) -> memoryview:
     return data[start : start + wanted.num_bytes]
 
 
-def copy_piece(piece: Piece, data: memoryview, slot: Slot) -> None:
-    """Copy a piece, given the bytes of its ``fetch`` range, into its target."""
+def part_of_target(piece: Piece, slot: Slot) -> torch.Tensor:
+    """Return the elements of the target that a piece of a raw item brings."""
     (target,) = slot.targets
     box, item = piece.box, slot.item
     assert box is not None
     assert target.tensor is not None
-    strides = row_major_strides(item.sizes)
     offsets = target.read_item.storage_offsets
     if piece.is_flat:
+        strides = row_major_strides(item.sizes)
         first = sum(o * s for o, s in zip(offsets, strides, strict=True))
-        part = target.tensor.view(-1).narrow(0, box.offsets[0] - first, box.sizes[0])
-        strides = (1,)
-    else:
-        part = target.tensor
-        for dim, (start, offset, size) in enumerate(
-            zip(box.offsets, offsets, box.sizes, strict=True)
-        ):
-            part = part.narrow(dim, start - offset, size)
+        return target.tensor.view(-1).narrow(0, box.offsets[0] - first, box.sizes[0])
+    part = target.tensor
+    for dim, (start, offset, size) in enumerate(zip(box.offsets, offsets, box.sizes, strict=True)):
+        part = part.narrow(dim, start - offset, size)
+    return part
+
+
+def copy_piece(piece: Piece, data: memoryview, slot: Slot) -> None:
+    """Copy a piece, given the bytes of its ``fetch`` range, into its target."""
+    box, item = piece.box, slot.item
+    assert box is not None
     copy_box_in(
         data,
         piece.fetch.start - item.payload.start,
         dtype_from_name(item.dtype),
-        strides,
+        (1,) if piece.is_flat else row_major_strides(item.sizes),
         box.offsets,
         box.sizes,
-        part,
+        part_of_target(piece, slot),
     )
 
 

@@ -106,7 +106,7 @@ class BlockChecksummer:
 
 
 def find_bad_block(
-    buffer: Buffer,
+    buffer: Buffer | Sequence[memoryview],
     first_block: int,
     checksums: Checksums | Sequence[int],
     block_bytes: int,
@@ -114,7 +114,8 @@ def find_bad_block(
     """Verify a slice of a payload that starts at a block and ends at one or at the payload's end.
 
     Args:
-        buffer: The slice's bytes; borrowed for the call.
+        buffer: The slice's bytes, in one buffer or in several behind each other; borrowed for
+            the call.
         first_block: Block at which the slice starts.
         checksums: All checksums of the payload.
         block_bytes: Payload bytes per checksum.
@@ -127,16 +128,18 @@ def find_bad_block(
         ValueError: If the slice ends inside a block that is not the payload's last, or
             reaches past the last checksum.
     """
-    view = _flat(buffer)
-    end_block = first_block + num_blocks(len(view), block_bytes)
+    views = [_flat(one) for one in (buffer if isinstance(buffer, (list, tuple)) else (buffer,))]
+    num_bytes = sum(map(len, views))
+    end_block = first_block + num_blocks(num_bytes, block_bytes)
     if first_block < 0 or end_block > len(checksums):
         raise ValueError(
             f"blocks [{first_block}, {end_block}) are outside the payload's {len(checksums)}"
         )
-    if len(view) % block_bytes and end_block < len(checksums):
+    if num_bytes % block_bytes and end_block < len(checksums):
         raise ValueError(f"the slice ends inside block {end_block - 1}, which is not the last")
-    for block in range(first_block, end_block):
-        start = (block - first_block) * block_bytes
-        if crc32c(view[start : start + block_bytes]) != int(checksums[block]):
-            return block
-    return None
+    checksummer = BlockChecksummer(block_bytes)
+    for view in views:
+        checksummer.update(view)
+    found = checksummer.finish()
+    bad = np.flatnonzero(found != np.asarray(checksums[first_block:end_block], dtype=np.uint32))
+    return first_block + int(bad[0]) if len(bad) else None

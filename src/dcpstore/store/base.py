@@ -85,6 +85,8 @@ class Capabilities:
             False, the caller should ``head`` an object to be sure of it.
         gathers_parts: ``put_parts`` sends the pieces of a part from where they lie. Where
             False, it joins them first, in memory of its own.
+        fills_memory: There is a `fill`, which receives ranges straight into memory of the
+            caller's; see `dcpstore.store.destination`.
     """
 
     atomic_create: bool
@@ -92,6 +94,7 @@ class Capabilities:
     parallel_parts: bool
     acknowledges_puts: bool
     gathers_parts: bool = False
+    fills_memory: bool = False
 
 
 @runtime_checkable

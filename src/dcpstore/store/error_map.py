@@ -25,7 +25,15 @@ from dcpstore.errors import (
 from dcpstore.store.base import IfMatch, PutMode
 from dcpstore.store.location import redact
 
-__all__ = ["Answer", "Asked", "from_answer", "from_fsspec", "from_obstore"]
+__all__ = [
+    "Answer",
+    "Asked",
+    "from_answer",
+    "from_fsspec",
+    "from_obstore",
+    "from_throttle",
+    "from_transport",
+]
 
 _MAX_TEXT = 300
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -189,6 +197,17 @@ def _lost_condition(asked: Asked, answer: Answer) -> CheckpointError:
     return ConflictError(
         f"{asked}: somebody else changed the object meanwhile ({answer}). Look at what is there"
     )
+
+
+def from_throttle(asked: Asked, status: int, retry_after: str | None) -> CheckpointError:
+    """Say that the store wants fewer requests, and how long it asked to wait."""
+    return from_answer(asked, Answer(status, text="slow down", retry_after_s=_seconds(retry_after)))
+
+
+def from_transport(asked: Asked, error: BaseException) -> CheckpointError:
+    """Map what made a connection fail before the whole answer was there."""
+    name, text = type(error).__name__, _trim(str(error))
+    return from_answer(asked, Answer(text=f"{name}: {text}" if text else name, is_transport=True))
 
 
 def from_obstore(asked: Asked, error: BaseException) -> CheckpointError:

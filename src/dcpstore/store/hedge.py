@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from time import monotonic
+from typing import Any, TypeVar, cast
 
 from dcpstore.budget import ByteBudget
 from dcpstore.store.base import Store
+from dcpstore.store.destination import Destination, FillsMemory
 
 __all__ = ["RangeHedge"]
 
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 _LEAST_DELAY_S = 0.3  # below this a second request is not worth its price
 _NUM_KNOWN = 16  # answers to judge by, at least
 _MAX_IN_FLIGHT = 4  # pairs at a time, each of which keeps a thread more
@@ -66,29 +71,50 @@ class RangeHedge:
 
     def get_range(self, key: str, start: int, end: int) -> memoryview:
         """Fetch bytes ``[start, end)``, as the store does. Raises: as there."""
+        ask = partial(self._store.get_range, key, start, end)
+        return self._race(ask, ask, end - start)
+
+    def fill(self, key: str, start: int, destination: Destination) -> None:
+        """Fetch a range into memory of the caller's, as the store does. Raises: as there.
+
+        A second answer comes into other memory, so that nobody writes where another does.
+        """
+        store = cast("FillsMemory", self._store)  # who asks has seen that it can
+        num_bytes = destination.num_bytes
+        data = self._race(
+            partial(store.fill, key, start, destination),
+            partial(self._store.get_range, key, start, start + num_bytes),
+            num_bytes,
+        )
+        if data is not None:
+            destination.revoke()
+            destination.take(data)
+
+    def _race(self, ask: Callable[[], _A], ask_again: Callable[[], _B], num_bytes: int) -> _A | _B:
+        """Return whichever answer comes first; if one fails, the other."""
         with self._lock:
             self._num_asked += 1
             late_s = self._late_s()
-        first = self._executor.submit(self._timed, key, start, end)
+        first = self._executor.submit(self._timed, ask)
         wait([first], late_s)
-        if first.done() or not self._may_ask_again(end - start):
+        if first.done() or not self._may_ask_again(num_bytes):
             return first.result()
-        second = self._executor.submit(self._timed, key, start, end)
-        running = {first, second}
-        for one in (first, second):
-            one.add_done_callback(partial(self._forget, running, end - start))
-        done, _ = wait([first, second], return_when=FIRST_COMPLETED)
-        for one in done:
-            if one.exception() is None:
-                return one.result()
-        return (first if second in done else second).result()
+        second = self._executor.submit(self._timed, ask_again)
+        both: set[Future[Any]] = {first, second}
+        running = set(both)
+        for one in both:
+            one.add_done_callback(partial(self._forget, running, num_bytes))
+        done, _ = wait(both, return_when=FIRST_COMPLETED)
+        good = [one for one in done if one.exception() is None] or list(both - done) or [first]
+        answer: _A | _B = good[0].result()
+        return answer
 
-    def _timed(self, key: str, start: int, end: int) -> memoryview:
+    def _timed(self, ask: Callable[[], _A]) -> _A:
         began = monotonic()
-        data = self._store.get_range(key, start, end)
+        answer = ask()
         with self._lock:
             self._seconds.append(monotonic() - began)
-        return data
+        return answer
 
     def _late_s(self) -> float | None:
         if len(self._seconds) < _NUM_KNOWN:
@@ -108,9 +134,7 @@ class RangeHedge:
             self._num_in_flight += 1
             return True
 
-    def _forget(
-        self, running: set[Future[memoryview]], num_bytes: int, ended: Future[memoryview]
-    ) -> None:
+    def _forget(self, running: set[Future[Any]], num_bytes: int, ended: Future[Any]) -> None:
         """Count a pair as in flight until both have ended: a slow one keeps its thread."""
         with self._lock:
             running.discard(ended)

@@ -30,9 +30,11 @@ from dcpstore.store.parts import (
 )
 from dcpstore.store.retry import RetryPolicy
 from dcpstore.store.server_copy import CopyMode, Origin
+from dcpstore.store.short_cut import open_short_cut
 from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, with_either_mark
 
 if TYPE_CHECKING:
+    from dcpstore.store.destination import Destination
     from dcpstore.store.fsspec_engine import FsspecStore
     from dcpstore.store.location import Location
     from dcpstore.store.s3fs_engine import S3fsStore
@@ -72,6 +74,7 @@ class ObstoreStore:
         self._part_policy = part_policy or RetryPolicy()
         settings = translate(location, self._options)
         self._clients = ObstoreClients(location, settings, self._part_policy)
+        self._short_cut = open_short_cut(location, settings)
         self._copier: S3fsStore | FsspecStore | None = None
         root = location.prefix.replace(os.sep, "/").strip("/")
         self._root = f"{root}/" if root else ""
@@ -90,6 +93,7 @@ class ObstoreStore:
             parallel_parts=True,
             acknowledges_puts=True,
             gathers_parts=True,
+            fills_memory=self._short_cut is not None,
         )
 
     def get(self, key: str) -> Fetched:
@@ -114,6 +118,20 @@ class ObstoreStore:
             return memoryview(obstore.get_range(self._clients.get(), path, start=start, end=end))
 
         return check_length(asked, start, end, lambda: _ask(asked, call), lambda: self.head(key))
+
+    def fill(self, key: str, start: int, destination: Destination) -> None:
+        """Fetch a range straight into memory of the caller's."""
+        if not destination.num_bytes:
+            return
+        asked = Asked(f"get [{start}, {start + destination.num_bytes}) of", key, self.url)
+        short_cut, path = self._short_cut, self._path(key)
+        if short_cut is not None and _ask(
+            asked, lambda: short_cut.fetch(self._clients.get(), path, asked, start, destination)
+        ):
+            return
+        data = self.get_range(key, start, start + destination.num_bytes)
+        with destination.writing(lambda: None):
+            destination.take(data)
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
@@ -212,6 +230,8 @@ class ObstoreStore:
     def close(self) -> None:
         """Drop the clients; a later call opens new ones."""
         self._clients.close()
+        if self._short_cut is not None:
+            self._short_cut.close()
         copier, self._copier = self._copier, None
         if copier is not None:
             copier.close()

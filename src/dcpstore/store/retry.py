@@ -3,7 +3,8 @@
 What is repeated, and when:
 
 ===================================  ====================================================
-get, get_range, head, delete_many    on any retryable error
+get, get_range, fill, head,          on any retryable error
+delete_many
 put, overwrite                       on any retryable error: the same bytes land twice
 put, create or IfMatch               only when throttled: then the store did nothing. A
                                      lost answer is settled by the caller, who can read
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         PutMode,
         Store,
     )
+    from dcpstore.store.destination import Destination, FillsMemory
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["RetryPolicy", "RetryingStore", "call_with_retries"]
@@ -134,6 +136,11 @@ class RetryingStore:
     def get_range(self, key: str, start: int, end: int) -> memoryview:
         """Fetch bytes ``[start, end)``."""
         return self._repeat(lambda: self._inner.get_range(key, start, end))
+
+    def fill(self, key: str, start: int, destination: Destination) -> None:
+        """Fetch a range straight into memory of the caller's."""
+        inner = cast("FillsMemory", self._inner)  # who asks has seen that it can
+        self._repeat(lambda: inner.fill(key, start, destination))
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""

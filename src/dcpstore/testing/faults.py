@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dcpstore.store.base import Buffer, Capabilities, Part, PutMode, Store
+    from dcpstore.store.destination import Destination, FillsMemory
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["Crashed", "FaultyStore", "StoreFault"]
@@ -143,6 +144,22 @@ class FaultyStore:
             raise _failure(fault, "get_range", key)
 
         return self._under("get_range", key, lambda: self._inner.get_range(key, start, end), spoilt)
+
+    def fill(self, key: str, start: int, destination: Destination) -> None:
+        """Fetch a range straight into the caller's memory; a ``get_range`` to the script."""
+
+        def spoilt(_: None, fault: StoreFault) -> None:
+            if fault.kind != "flip":
+                raise _failure(fault, "get_range", key)
+            at, mask = divmod(fault.bit % (8 * destination.num_bytes), 8)
+            with destination.writing(lambda: None) as pieces:
+                for piece in pieces:
+                    if 0 <= at < len(piece):
+                        piece[at] ^= 1 << mask
+                    at -= len(piece)
+
+        inner = cast("FillsMemory", self._inner)
+        self._under("get_range", key, lambda: inner.fill(key, start, destination), spoilt)
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""

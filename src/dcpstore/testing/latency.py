@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PutMode,
         Store,
     )
+    from dcpstore.store.destination import Destination, FillsMemory
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["LatencyStore"]
@@ -88,6 +89,12 @@ class LatencyStore:
         data = self._inner.get_range(key, start, end)
         self._transfer(len(data))
         return data
+
+    def fill(self, key: str, start: int, destination: Destination) -> None:
+        """Fetch a range straight into memory of the caller's; only of an inner store that can."""
+        self._sleep(self._latency_s)
+        cast("FillsMemory", self._inner).fill(key, start, destination)
+        self._transfer(destination.num_bytes)
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PutMode,
         Store,
     )
+    from dcpstore.store.destination import Destination, FillsMemory
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
 __all__ = ["RecordingStore", "StoreRequest"]
@@ -33,7 +34,7 @@ class StoreRequest:
     """One call of a verb.
 
     Attributes:
-        verb: Name of the method.
+        verb: Name of the method; ``get_range`` for a ``fill``, which sends the same request.
         key: The key, the prefix, or the first of several keys.
         start: First byte asked for by ``get_range``; None for other verbs.
         end: End of the range (exclusive).
@@ -148,6 +149,13 @@ class RecordingStore:
             data = self._inner.get_range(key, start, end)
             call.num_bytes = len(data)
             return data
+
+    def fill(self, key: str, start: int, destination: Destination) -> None:
+        """Fetch a range straight into the caller's memory: on the wire, a ``get_range``."""
+        with self._record("get_range", key) as call:
+            call.start, call.end = start, start + destination.num_bytes
+            cast("FillsMemory", self._inner).fill(key, start, destination)
+            call.num_bytes = destination.num_bytes
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
