@@ -90,7 +90,8 @@ class ReadConfig:
             Half of it is asked for at a time: the engine's allocator takes the other half.
         request_bytes: Longest range asked for at once. 4 MiB costs one request per
             0.04 s of a 100 MB/s connection and keeps 32 of them in the budget: as fast
-            as 32 of 8 MiB at 30 ms, in 60% of the memory.
+            as 32 of 8 MiB at 30 ms, in 60% of the memory. What is received straight into
+            its targets takes no memory and is asked for in ranges of up to 16 MiB.
         max_requests: Requests in flight.
         join_gap_bytes: Two ranges at most this far apart are fetched as one. 512 KiB
             takes about 5 ms of a 100 MB/s connection, less than one more request does.
