@@ -23,7 +23,9 @@ class WriteConfig:
             where they lie take next to nothing of it.
         part_bytes: Size of a slab, which is also the size of a part of a multipart
             upload. 16 MiB costs one request per 0.16 s of a 100 MB/s connection and
-            allows objects of 156 GiB under S3's limit of 10,000 parts.
+            allows objects of 156 GiB under S3's limit of 10,000 parts. A rank with a few
+            GiB or less takes smaller ones, of 8 MiB at least, where all connections then
+            end at about the same time.
         object_bytes: Items are packed into objects of about this size. 256 MiB keeps an
             11 TB checkpoint at about 44,000 objects; a larger item gets an object alone.
         max_uploads: Parts in flight, as far as the budget holds what they copy, and objects in

@@ -23,7 +23,7 @@ from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.record import plan_record
 from dcpstore.format.tensors import encode_opaque, is_freed, is_plain, to_plain
 from dcpstore.manifest import DataObject, ItemKind, StoredItem
-from dcpstore.planning.pack import plan_objects
+from dcpstore.planning.pack import plan_objects, plan_part_bytes
 from dcpstore.progress import Meter
 from dcpstore.ranges import ByteRange
 from dcpstore.store.base import Store
@@ -105,16 +105,17 @@ class WriteJob:
         """Write all items; return one result per item."""
         drafts: list[_Draft] = []
         sizes = [_expected_bytes(item) for item in items]
+        objects = plan_objects(sizes, self._config.object_bytes)
         uploads = Uploads(
             self._store,
-            self._config,
+            self._sized_for(sum(sizes), len(objects)),
             pin=torch.cuda.is_available(),
             meter=self._meter,
             lends=getattr(self._planner, "keeps_tensors", True),
         )
         self._meter.expect(sum(sizes))
         with uploads:
-            for number, positions in enumerate(plan_objects(sizes, self._config.object_bytes)):
+            for number, positions in enumerate(objects):
                 key = keys.data_key(rank or 0, number, self._save_id)
                 self.keys.append(key)
                 stream = uploads.open(key)
@@ -128,6 +129,15 @@ class WriteJob:
         )
         with collector_paused():
             return [self._result(draft, uploads.objects[draft.item.key]) for draft in drafts]
+
+    def _sized_for(self, total_bytes: int, num_objects: int) -> WriteConfig:
+        part_bytes = plan_part_bytes(
+            total_bytes,
+            num_objects,
+            max_parts=self._config.max_uploads,
+            most_bytes=self._config.part_bytes,
+        )
+        return replace(self._config, part_bytes=part_bytes)
 
     def _result(self, draft: _Draft, stored: DataObject) -> WriteResult:
         item = replace(draft.item, checksums=draft.checksummer.finish())

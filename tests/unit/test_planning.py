@@ -4,12 +4,13 @@ import itertools
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpstore.manifest import StoredItem
 from dcpstore.planning.boxes import bands, is_one_run, runs
-from dcpstore.planning.pack import plan_objects
+from dcpstore.planning.pack import plan_objects, plan_part_bytes
 from dcpstore.planning.reads import ReadPlan, Want, plan_reads
 from dcpstore.ranges import ByteRange, row_major_strides
 
@@ -208,6 +209,35 @@ def test_objects_keep_order_and_stay_near_their_size(sizes: list[int], target: i
 
 def test_an_oversized_item_gets_an_object_alone() -> None:
     assert plan_objects([10, 500, 10, 10], 100) == [[0], [1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "num_objects", "part_mib"),
+    [(1, 1, 8), (343, 2, 12), (512, 1, 9), (1024, 5, 12), (10 << 10, 41, 16), (100 << 10, 400, 16)],
+)
+def test_parts_are_as_large_as_lets_all_connections_end_together(
+    total_mib: int, num_objects: int, part_mib: int
+) -> None:
+    mib = 1 << 20
+    found = plan_part_bytes(total_mib * mib, num_objects, max_parts=32, most_bytes=16 * mib)
+    assert found == part_mib * mib
+    num_parts = -(-total_mib // part_mib) + num_objects
+    of_largest = -(-total_mib // 16) + num_objects
+    assert -(-num_parts // 32) * part_mib <= -(-of_largest // 32) * 16
+
+
+@given(
+    total=st.integers(0, 1 << 40),
+    num_objects=st.integers(0, 5000),
+    max_parts=st.integers(1, 100),
+    most=st.integers(5 << 8, 64 << 8).map(lambda pages: pages * 4096),
+)
+def test_parts_are_never_larger_than_told_nor_tiny(
+    total: int, num_objects: int, max_parts: int, most: int
+) -> None:
+    found = plan_part_bytes(total, num_objects, max_parts=max_parts, most_bytes=most)
+    assert min(most, 8 << 20) <= found <= most
+    assert found % 4096 == 0
 
 
 def test_a_plan_prints_its_cost() -> None:

@@ -15,6 +15,7 @@ import torch
 import dcpstore
 from dcpstore import IncompatibleError, StoreError, WriteConfig
 from dcpstore.format.checksum import BlockChecksummer
+from dcpstore.store import open_store
 from dcpstore.store.base import Capabilities, ObjectInfo
 from dcpstore.upload import Uploads
 
@@ -251,6 +252,33 @@ def test_a_failed_upload_ends_although_parts_were_lent(gathers: bool) -> None:
     tensor = torch.zeros(6 * PART, dtype=torch.uint8)
     with pytest.raises(StoreError, match="enough"):
         upload(Sink(max_parts=2, gathers=gathers), [tensor], num_parts=2)
+
+
+class PartSizes:
+    """Passes everything on and keeps the size of parts that it is told."""
+
+    def __init__(self) -> None:
+        self.inner, self.told = open_store("memory://parts", engine="obstore"), []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def put_parts(self, key: str, parts: Iterable[Any], *, part_bytes: int, **more: Any) -> Any:
+        self.told.append(part_bytes)
+        return self.inner.put_parts(key, parts, part_bytes=part_bytes, **more)
+
+
+@pytest.mark.parametrize(
+    ("max_uploads", "part_mib"), [(32, 8), (2, 11)], ids=["one each", "two rounds of two"]
+)
+def test_a_small_save_goes_out_in_parts_that_end_together(max_uploads: int, part_mib: int) -> None:
+    store = PartSizes()
+    tight = WriteConfig(max_uploads=max_uploads)
+    writer = dcpstore.ObjectStoreWriter(
+        "memory://parts", config=tight, store_opener=lambda *_a, **_o: store
+    )
+    dcpstore.save({"w": torch.zeros(30 * MIB, dtype=torch.uint8)}, storage_writer=writer)
+    assert store.told == [part_mib * MIB]
 
 
 def test_saving_and_loading_leave_storages_resizable(tmp_path) -> None:
