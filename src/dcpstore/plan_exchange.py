@@ -78,6 +78,7 @@ def agree_on_save_plan(
     """
     if _can_pack(planner, writer):
         assert isinstance(planner, SavePlanner)
+        assert isinstance(writer, ObjectStoreWriter)
         return _PackedExchange(group, planner, writer, make_plan).run()
     return _exchange_objects(group, planner, writer, make_plan)
 
@@ -131,7 +132,7 @@ class _PackedExchange:
         self,
         group: RankGroup,
         planner: SavePlanner,
-        writer: StorageWriter,
+        writer: ObjectStoreWriter,
         make_plan: Callable[[], SavePlan],
     ) -> None:
         self._group = group
@@ -177,6 +178,7 @@ class _PackedExchange:
         known = [head for head in heads if head is not None]
         if len(known) < len(heads):
             return [_Answer(as_objects=True)] * len(heads)
+        self._writer.await_look()
         self._sent_bytes += sum(map(len, known))
         self._request = self._cache.request(known)
         digests = [plan.digest for plan in self._request.plans]

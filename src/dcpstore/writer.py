@@ -3,9 +3,10 @@
 DCP calls it in this order, once per save:
 
 0. (all ranks) ``reset`` if the caller gave a checkpoint_id
-1. (all ranks) ``storage_meta``, ``set_up_storage_writer``
-2. (all ranks) ``prepare_local_plan``; the coordinator looks here whether a checkpoint exists
-3. (coordinator) ``prepare_global_plan``
+1. (all ranks) ``storage_meta``, ``set_up_storage_writer``; the coordinator begins to look whether
+   a checkpoint exists
+2. (all ranks) ``prepare_local_plan``
+3. (coordinator) ``prepare_global_plan``; it must know the outcome here
 4. (all ranks) ``write_data``: data objects, each under a key that was never used before
 5. (coordinator) ``finish``: check that everything is there, then seal, then sweep
 """
@@ -31,12 +32,12 @@ from dcpstore.collector import collector_paused
 from dcpstore.commit import Found, Sealer, probe, sweep
 from dcpstore.config import WriteConfig
 from dcpstore.errors import (
-    AlreadyExistsError,
     CheckpointError,
     CommitUnknownError,
     IncompatibleError,
 )
 from dcpstore.folder import Folder
+from dcpstore.look import Look
 from dcpstore.manifest import ItemId, Manifest, StoredItem, encode
 from dcpstore.metadata import (
     entries_of,
@@ -110,6 +111,7 @@ class ObjectStoreWriter(StorageWriter):
         self._is_coordinator = True
         self._rank: int | None = None
         self._use_collectives = True
+        self._look: Look | None = None
         self._found: Found | None = None
         self._keys: list[str] = []
         self.last_write: WriteStats | None = None
@@ -162,41 +164,43 @@ class ObjectStoreWriter(StorageWriter):
             self._begin()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn this rank's role."""
+        """Learn this rank's role; the coordinator begins to look whether a checkpoint exists."""
         del args
         self._refresh_save_id()
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
+        if is_coordinator or not self._use_collectives:
+            store = self._folder.open()
+            self._look = Look(store, self._metadata_key, overwrite=self._overwrite)
 
     @property
     def _metadata_key(self) -> str:
         return keys.metadata_key(None if self._use_collectives else self._rank or 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Look whether a checkpoint exists, before anything is written. Coordinator only.
-
-        Raises:
-            AlreadyExistsError: If one does and ``overwrite=False``.
-        """
-        if self._is_coordinator or not self._use_collectives:
-            store = self._folder.open()
-            self._found = probe(store, self._metadata_key)
-            if not self._use_collectives and probe(store, keys.METADATA_KEY) is not None:
-                raise AlreadyExistsError(
-                    f"{self.checkpoint_id} holds a checkpoint that all ranks saved together;"
-                    " a save with use_collectives=False cannot replace it. Save to another URL"
-                    " or delete it first"
-                )
-            if self._found is not None and not self._overwrite:
-                raise AlreadyExistsError(
-                    f"{self.checkpoint_id} already holds a checkpoint. Save to another URL, or"
-                    " pass overwrite=True to replace it. Nothing was written"
-                )
+        """Return the plan as it is."""
         return plan
 
+    def await_look(self) -> None:
+        """Wait for what `set_up_storage_writer` began. No other rank may have begun to write.
+
+        Does nothing on ranks that do not look. `prepare_global_plan` calls it; who coordinates
+        in another way has to.
+
+        Raises:
+            AlreadyExistsError: If a checkpoint exists and ``overwrite=False``.
+        """
+        if self._look is not None:
+            self._found = self._look.found()
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its number, for the names of its objects. Coordinator only."""
+        """Give each rank its number, for the names of its objects. Coordinator only.
+
+        Raises:
+            AlreadyExistsError: If a checkpoint exists and ``overwrite=False``.
+        """
+        self.await_look()
         if not self._use_collectives:
             return plans  # this rank's plan alone, which is not rank 0's
         return [
@@ -212,6 +216,7 @@ class ObjectStoreWriter(StorageWriter):
         """
         self._refresh_save_id()
         self._is_save_id_used = True
+        self.await_look()
         store = self._folder.open()
         rank = plan.storage_data.rank if isinstance(plan.storage_data, _RankNumber) else None
         job = WriteJob(store, self._config, self._extensions, planner, self._save_id, self._meter)

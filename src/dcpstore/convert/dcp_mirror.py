@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpstore.collectives import RankGroup, steps
@@ -77,7 +76,7 @@ class MirrorOfOurs:
         save_id = self._writer.storage_meta().save_id
         assert save_id is not None
         self._writer.set_up_storage_writer(True)
-        self._writer.prepare_local_plan(SavePlan([]))
+        self._writer.await_look()
         manifest_bytes = self._checkpoint.discovered.manifest
         assert manifest_bytes is not None
         manifest = decode(manifest_bytes)
