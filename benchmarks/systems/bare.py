@@ -40,17 +40,21 @@ def _save(state: StateDict, url: str, options: dict[str, Any]) -> None:
     import torch
 
     from dcpstore import WriteConfig
+    from dcpstore.planning.pack import plan_part_bytes
 
     config = WriteConfig()
     (payload,) = (memoryview(tensor.view(torch.uint8).numpy().data) for tensor in state.values())
-    starts = range(0, len(payload), config.part_bytes)
+    part_bytes = plan_part_bytes(
+        len(payload), 1, max_parts=config.max_uploads, most_bytes=config.part_bytes
+    )
+    starts = range(0, len(payload), part_bytes)
     store, folder = open_bare(url, options)
     obstore.put(
         store,
         f"{folder}/all",
-        iter([payload[start : start + config.part_bytes] for start in starts]),
+        iter([payload[start : start + part_bytes] for start in starts]),
         use_multipart=True,
-        chunk_size=config.part_bytes,
+        chunk_size=part_bytes,
         max_concurrency=config.max_uploads,
     )
 
