@@ -61,6 +61,12 @@ class FlightWindow:
         if 2 * num_bytes >= self._request_bytes:
             self._quickest_s = min(seconds, self._quickest_s or seconds)
 
+    def num_requests(self, most: int) -> int:
+        """How many usual requests fill the link, at most ``most``; that if no answer has told."""
+        if self._quickest_s is None:
+            return most
+        return min(most, self.size // self._request_bytes)
+
     @property
     def size(self) -> int:
         """Bytes that it makes sense to have in flight now."""

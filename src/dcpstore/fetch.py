@@ -129,9 +129,9 @@ class ReadJob:
         )
         self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
         self._hedge = _hedge(store, config, self._budget)
-        self._flight = ByteBudget(  # of what lands: it takes little memory
-            config.max_requests * MOST_LANDING_BYTES, FlightWindow(MOST_LANDING_BYTES)
-        )
+        self._landings = FlightWindow(MOST_LANDING_BYTES)
+        # What lands takes little memory: this bounds what is asked for at a time.
+        self._flight = ByteBudget(config.max_requests * MOST_LANDING_BYTES, self._landings)
         self._failed = threading.Event()
         self._error: BaseException | None = None
         self._slots: list[Slot] = []
@@ -294,7 +294,7 @@ class ReadJob:
         return plan_landings(
             requests,
             self._slots,
-            max_requests=self._config.max_requests,
+            num_in_flight=partial(self._landings.num_requests, self._config.max_requests),
             least_bytes=self._request_bytes,
         )
 

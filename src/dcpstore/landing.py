@@ -12,7 +12,7 @@ Such requests take little memory, so several that follow each other are made one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +85,7 @@ def plan_landings(
     requests: Sequence[Request],
     slots: Sequence[Slot],
     *,
-    max_requests: int,
+    num_in_flight: Callable[[], int],
     least_bytes: int,
 ) -> Iterator[Request | Landing]:
     """Find the requests that can land, and join them. Keeps the order.
@@ -96,7 +96,7 @@ def plan_landings(
     Args:
         requests: By object and offset.
         slots: The targets, by number.
-        max_requests: In flight.
+        num_in_flight: How many the store is asked for at a time, as far as is known now.
         least_bytes: Do not join to less.
     """
     left_bytes = sum(request.range.num_bytes for request in requests)
@@ -108,7 +108,8 @@ def plan_landings(
             yield _landing(joined)
             joined = []
         if not joined:
-            most_bytes = min(max(left_bytes // max_requests, least_bytes), MOST_LANDING_BYTES)
+            share = left_bytes // num_in_flight()
+            most_bytes = min(max(share, least_bytes), MOST_LANDING_BYTES)
         if places:
             joined.append((request, places))
         else:
