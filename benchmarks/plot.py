@@ -25,6 +25,7 @@ _COLOURS = {
     "ours-tls": "#aecbfa",
     "ours-shared": "#174ea6",
     "bare": "#202124",
+    "bare-crc": "#3c4043",
 }
 _LEFT, _WIDTH, _RIGHT = 190, 560, 90
 _BAR, _GAP, _TOP = 11, 12, 64

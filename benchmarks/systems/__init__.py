@@ -32,6 +32,7 @@ SYSTEMS = {
     "ours-tls": ours("dcpstore, as over https", "ours", engine="obstore", lands=False),
     "ours-shared": ours_shared("dcpstore.save, .load", "ours-shared"),
     "bare": bare("bare obstore", "bare"),
+    "bare-crc": bare("bare obstore, and CRC32C", "bare-crc", checks=True),
 }
 
 

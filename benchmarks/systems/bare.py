@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from benchmarks.systems.base import StateDict, System
@@ -10,9 +12,19 @@ from benchmarks.systems.base import StateDict, System
 __all__ = ["bare", "open_bare"]
 
 
-def bare(label: str, layout: str) -> System:
-    """Return obstore's put and ranged gets, sized and concurrent as dcpstore's."""
-    return System(label=label, layout=layout, save=_save, load=_load, is_bare=True)
+def bare(label: str, layout: str, *, checks: bool = False) -> System:
+    """Return obstore's put and ranged gets, sized and concurrent as dcpstore's.
+
+    Args:
+        label: For the table.
+        layout: Its own.
+        checks: Whether a save also takes the CRC32C of what it puts, block by block: the least
+            that a save whose bytes can be verified costs.
+    """
+    save = partial(_save, checks=checks)
+    return System(
+        label=label, layout=layout, save=save, load=_load, is_bare=True, is_variant=checks
+    )
 
 
 def open_bare(url: str, options: dict[str, Any]) -> tuple[Any, str]:
@@ -34,12 +46,13 @@ def open_bare(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     return store, folder
 
 
-def _save(state: StateDict, url: str, options: dict[str, Any]) -> None:
+def _save(state: StateDict, url: str, options: dict[str, Any], *, checks: bool) -> None:
     """Put a tensor's own memory as one object, with the part size and concurrency of ours."""
     import obstore
     import torch
 
     from dcpstore import WriteConfig
+    from dcpstore.format.checksum import BlockChecksummer
     from dcpstore.planning.pack import plan_part_bytes
 
     config = WriteConfig()
@@ -47,12 +60,20 @@ def _save(state: StateDict, url: str, options: dict[str, Any]) -> None:
     part_bytes = plan_part_bytes(
         len(payload), 1, max_parts=config.max_uploads, most_bytes=config.part_bytes
     )
-    starts = range(0, len(payload), part_bytes)
+    checksummer = BlockChecksummer(config.checksum_block_bytes)
+
+    def parts() -> Iterator[memoryview]:
+        for start in range(0, len(payload), part_bytes):
+            part = payload[start : start + part_bytes]
+            if checks:
+                checksummer.update(part)
+            yield part
+
     store, folder = open_bare(url, options)
     obstore.put(
         store,
         f"{folder}/all",
-        iter([payload[start : start + part_bytes] for start in starts]),
+        parts(),
         use_multipart=True,
         chunk_size=part_bytes,
         max_concurrency=config.max_uploads,
