@@ -347,7 +347,8 @@ class ReadJob:
             with self._asking(request, self._flight):
                 store.fill(request.key, request.range.start, destination)
         finally:
-            self._num_touched += destination.was_written
+            if destination.was_written:  # never write an unchanged count: others count too
+                self._num_touched += 1
         landing.note_written()
         return self._find_corruption(request, landing.contents)
 
