@@ -2,8 +2,8 @@
 
 An engine gathers a body in memory of its own and hands it out, and then it is copied again.
 Here it is received where it belongs, which takes 0.6 of the CPU seconds and no memory
-(`python -m benchmarks --only load-fast --systems ours ours-tls`). Only over plain HTTP: of TLS, Python receives 16 KiB
-at a time, which costs more than it saves.
+(`python -m benchmarks --only load-fast --systems ours ours-tls`). Only over plain
+HTTP: of TLS, Python receives 16 KiB at a time, which costs more than it saves.
 
 This is a short cut, not an engine. Where the answer is not just what was asked for, `fetch`
 returns False, and the engine asks in its own way and knows what its errors mean.
