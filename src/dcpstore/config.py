@@ -7,10 +7,13 @@ from typing import Any, Literal
 
 from dcpstore.errors import ConfigError
 
-__all__ = ["ReadConfig", "WriteConfig"]
+__all__ = ["MAX_METADATA_BYTES", "ReadConfig", "WriteConfig"]
 
 _KIB = 1 << 10
 _MIB = 1 << 20
+
+MAX_METADATA_BYTES = 32 << 30
+"""The default of ``ReadConfig.max_metadata_bytes``, also where nobody asks for a config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +25,10 @@ class WriteConfig:
             size of the checkpoint. 256 MiB holds 16 parts; host tensors that are sent from
             where they lie take next to nothing of it.
         part_bytes: Size of a slab, which is also the size of a part of a multipart
-            upload. 16 MiB costs one request per 0.16 s of a 100 MB/s connection and
-            allows objects of 156 GiB under S3's limit of 10,000 parts. A rank with a few
-            GiB or less takes smaller ones, of 8 MiB at least, where all connections then
-            end at about the same time.
+            upload. 16 MiB costs one request per 0.16 s of a 100 MB/s connection. A rank
+            with a few GiB or less takes smaller ones, of 8 MiB at least, where all connections
+            then end at about the same time; one with an object of more than 156 GiB takes
+            larger ones, as S3 allows 10,000 parts, up to half of the budget.
         object_bytes: Items are packed into objects of about this size. 256 MiB keeps an
             11 TB checkpoint at about 44,000 objects; a larger item gets an object alone.
         max_uploads: Parts in flight, as far as the budget holds what they copy, and objects in
@@ -49,7 +52,14 @@ class WriteConfig:
         engine: ``"obstore"``, ``"fsspec"``, or ``"auto"`` for whichever serves the URL.
         max_attempts: Tries per request, the first one included. 16 outlast a 30 s storm of
             503s nearly always, 10 did in six of ten simulated ones.
-        retry_deadline_s: Most seconds spent on one request with all its tries.
+        retry_deadline_s: Most seconds spent on one request with all its tries: the last one's
+            time-out is cut to what is left.
+        timeout_s: Time-out of a request without a body; what it moves adds to it, at
+            ``min_bytes_per_s``, up to two fifths of the deadline, so that one lost connection
+            costs a try and not the request. 20 s is more than stores take under load.
+        min_bytes_per_s: The slowest connection that is not taken for a dead one. A part of
+            16 MiB has 72 s, and 32 of them at a time need a link of 7 MiB/s. Where it is
+            slower, raise the deadline or have fewer at a time.
     """
 
     budget_bytes: int = 256 * _MIB
@@ -65,6 +75,8 @@ class WriteConfig:
     engine: Literal["auto", "obstore", "fsspec"] = "auto"
     max_attempts: int = 16
     retry_deadline_s: float = 180.0
+    timeout_s: float = 20.0
+    min_bytes_per_s: int = 256 * _KIB
 
     def __post_init__(self) -> None:
         zero_allowed = ("inline_bytes", "inline_rank_bytes", "embed_manifest_bytes")
@@ -106,10 +118,21 @@ class ReadConfig:
             ``"exact"`` none, ``"widening"`` those that keep every value, ``"any"`` all.
         allow_pickle: Open a foreign ``.metadata`` with plain pickle, which runs code that
             lies in the bucket. Only for checkpoints you wrote yourself.
+        max_metadata_bytes: Most memory in bytes that decoded metadata may take, by an estimate
+            made before they are decoded; beyond it they are refused. An item (a chunk or a
+            value) counts 2 KiB with all that torch makes of it, so that the 11.5 million
+            chunks of an 11 TB checkpoint, with their columns and 42 million checksums, count
+            24 GiB: 32 GiB take them. Small files cannot make use of it, since what is decoded
+            is also bounded by what is stored (``docs/design/002-manifest.md``).
         engine: ``"obstore"``, ``"fsspec"``, or ``"auto"`` for whichever serves the URL.
         max_attempts: Tries per request, the first one included. 16 outlast a 30 s storm of
             503s nearly always, 10 did in six of ten simulated ones.
-        retry_deadline_s: Most seconds spent on one request with all its tries.
+        retry_deadline_s: Most seconds spent on one request with all its tries: the last one's
+            time-out is cut to what is left.
+        timeout_s: How long an answer may take to begin, and to go on. As a whole it has two
+            fifths of the deadline, so that one lost connection costs a try and not the
+            request: 32 ranges of 4 MiB at a time need a link of 1.8 MiB/s. Where it is slower,
+            raise the deadline or have fewer at a time.
     """
 
     budget_bytes: int = 256 * _MIB
@@ -120,9 +143,11 @@ class ReadConfig:
     verify: bool = True
     casts: Literal["exact", "widening", "any"] = "widening"
     allow_pickle: bool = False
+    max_metadata_bytes: int = MAX_METADATA_BYTES
     engine: Literal["auto", "obstore", "fsspec"] = "auto"
     max_attempts: int = 16
     retry_deadline_s: float = 180.0
+    timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         _check_positive(self, zero_allowed=("join_gap_bytes", "hedge_share"))

@@ -11,6 +11,8 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+from dcpstore.text import printable
+
 __all__ = [
     "AlreadyExistsError",
     "CheckpointError",
@@ -29,11 +31,17 @@ class CheckpointError(Exception):
     """Base of all errors that dcpstore raises on purpose.
 
     Args:
-        message: What failed, on which object, and what to do about it.
+        message: What failed, on which object, and what to do about it. What does not print in
+            it is escaped, since names and servers' answers are part of it.
     """
 
+    refused: bool = False
+    """Whether every attempt of the request that failed was answered, and each answer said that
+    the store did nothing. While it is False (no answer, or a 5xx), the request may have taken
+    effect or may still do so."""
+
     def __init__(self, message: str) -> None:
-        super().__init__(message)
+        super().__init__(printable(message, keep="\n"))
 
     @property
     def message(self) -> str:
@@ -56,18 +64,25 @@ def _rebuild(
 class NotFoundError(CheckpointError):
     """There is no such object, checkpoint, key or bucket. Check the name."""
 
+    refused = True
+
 
 class AlreadyExistsError(CheckpointError):
     """The target exists and the caller did not ask to replace it."""
+
+    refused = True
 
 
 class ConflictError(CheckpointError):
     """Somebody else changed the target meanwhile. Look at what is there, then decide."""
 
+    refused = True
+
 
 class CommitUnknownError(CheckpointError):
-    """The seal was sent, its answer was lost, and reading it back failed too.
+    """Whether the checkpoint was sealed could not be found out; nothing was deleted.
 
+    The put that seals it was sent, and it was not answered, or what is there could not be read.
     The checkpoint is the old one or the new one, whole in either case.
     """
 
@@ -106,6 +121,8 @@ class IncompatibleError(CheckpointError):
 class ConfigError(CheckpointError):
     """The call itself is wrong: a URL, an option, a knob or a process that forked."""
 
+    refused = True
+
 
 class StoreError(CheckpointError):
     """The object store failed or refused.
@@ -117,6 +134,10 @@ class StoreError(CheckpointError):
         throttled: Whether the store asked for fewer requests (429, 503).
         retry_after_s: Seconds the store asked to wait, where it said so.
         denied: Whether credentials are missing, wrong or insufficient.
+        refused: Whether the store answered every attempt, each time that it did nothing.
+        unreachable: Whether no connection came about, as the server's name does not resolve or
+            nobody listens there. No proof that nothing was sent: an HTTP client may have sent
+            the request over a connection that broke before it tried again.
     """
 
     def __init__(
@@ -128,6 +149,8 @@ class StoreError(CheckpointError):
         throttled: bool = False,
         retry_after_s: float | None = None,
         denied: bool = False,
+        refused: bool = False,
+        unreachable: bool = False,
     ) -> None:
         super().__init__(message)
         self.key = key
@@ -135,6 +158,21 @@ class StoreError(CheckpointError):
         self.throttled = throttled
         self.retry_after_s = retry_after_s
         self.denied = denied
+        self.refused = refused
+        self.unreachable = unreachable
+
+    def said_as(self, message: str) -> StoreError:
+        """Return the same error with another message."""
+        return StoreError(
+            message,
+            key=self.key,
+            retryable=self.retryable,
+            throttled=self.throttled,
+            retry_after_s=self.retry_after_s,
+            denied=self.denied,
+            refused=self.refused,
+            unreachable=self.unreachable,
+        )
 
 
 class RankFailures(CheckpointError):
@@ -147,6 +185,7 @@ class RankFailures(CheckpointError):
             fell silent.
         pickled: The original exception of each rank where it pickles. Bytes, so that this
             error itself always pickles.
+        note: What else to say, behind the causes.
     """
 
     def __init__(
@@ -156,12 +195,20 @@ class RankFailures(CheckpointError):
         *,
         tracebacks: Mapping[int, str] | None = None,
         pickled: Mapping[int, bytes] | None = None,
+        note: str = "",
     ) -> None:
         self.step = step
         self.causes = dict(sorted(causes.items()))
         self.tracebacks = dict(tracebacks or {})
         self._pickled = dict(pickled or {})
-        super().__init__(f"step {step!r} failed on {len(self.causes)} rank(s):\n{self._lines()}")
+        lines = [f"step {step!r} failed on {len(self.causes)} rank(s):", self._lines()]
+        super().__init__("\n".join([*lines, note] if note else lines))
+
+    def noting(self, note: str) -> RankFailures:
+        """Return the same error, whose message ends with a note."""
+        return RankFailures(
+            self.step, self.causes, tracebacks=self.tracebacks, pickled=self._pickled, note=note
+        )
 
     @property
     def exceptions(self) -> dict[int, BaseException]:

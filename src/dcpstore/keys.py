@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from unicodedata import category
 
 from dcpstore.errors import CorruptError
 
@@ -14,6 +15,7 @@ __all__ = [
     "METADATA_KEY",
     "check_relative",
     "data_key",
+    "is_save_id",
     "manifest_key",
     "metadata_key",
     "new_save_id",
@@ -21,6 +23,9 @@ __all__ = [
 ]
 
 METADATA_KEY = ".metadata"
+_MOST_NAME_BYTES = 1024  # of S3 and Google; Azure takes as many characters
+_CONTROL = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _DATA_KEY = re.compile(r"__\d+_\d+\.([0-9a-f]{16})\.distcp")
 _MANIFEST_KEY = re.compile(r"\.dcpstore-([0-9a-f]{16})")
 
@@ -28,6 +33,11 @@ _MANIFEST_KEY = re.compile(r"\.dcpstore-([0-9a-f]{16})")
 def new_save_id() -> str:
     """Draw the mark of one rank's part in one save: 16 hex digits, never used twice."""
     return secrets.token_hex(8)
+
+
+def is_save_id(value: object) -> bool:
+    """Tell whether a value that was read is what `new_save_id` draws."""
+    return isinstance(value, str) and _SAVE_ID.fullmatch(value) is not None
 
 
 def data_key(rank: int, number: int, save_id: str) -> str:
@@ -55,8 +65,22 @@ def check_relative(path: str) -> str:
     """Return ``path`` if it stays inside the checkpoint's folder.
 
     Raises:
-        CorruptError: If it is absolute, climbs out with ``..``, or is a URL.
+        CorruptError: If it is absolute, climbs out with ``..``, is a URL, is longer than stores
+            take, or has a control character, which no writer puts there and stores and file
+            systems treat as they like.
     """
+    if not path.isprintable() and any(category(char) in _CONTROL for char in path):
+        raise CorruptError(
+            f"the checkpoint's metadata names the object {path!r}, which has a control character;"
+            " refusing to read it",
+            key=path,
+        )
+    if len(path.encode("utf-8", "surrogatepass")) > _MOST_NAME_BYTES:
+        raise CorruptError(
+            f"the checkpoint's metadata names an object of {len(path)} characters,"
+            f" {path[:80]!r}..., which no store takes; refusing to read it",
+            key=path[:80],
+        )
     parts = path.split("/")
     if not path or path.startswith("/") or "\\" in path or ".." in parts or ":" in parts[0]:
         raise CorruptError(

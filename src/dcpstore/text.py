@@ -1,13 +1,34 @@
-"""How results print: a title, aligned rows, sizes, counts, names and ages for people."""
+"""How results print: a title, aligned rows, sizes, counts, names and ages for people.
+
+And how text that comes from a bucket does: without what a terminal takes for a command.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from itertools import islice
 
-__all__ = ["age_text", "count_text", "names_text", "size_text", "table", "times"]
+__all__ = ["age_text", "count_text", "names_text", "printable", "size_text", "table", "times"]
 
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Escape what does not print, as `repr` does: ``"a\x1b[2J"``.
+
+    A key or a message of a server may hold commands to a terminal (``ESC``), new lines that look
+    like another message, marks that turn the direction of writing around, and halves of
+    characters that no stream takes. What is escaped already stays as it is.
+
+    Args:
+        text: Where such a thing may be.
+        keep: Characters to leave, such as the line ends of a message of several lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text
+    )
 
 
 def size_text(num_bytes: float) -> str:
@@ -41,7 +62,7 @@ def names_text(names: Collection[str], most: int = 3) -> str:
     if not names:
         return "none"
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{len(names)}: {', '.join(islice(names, most))}{more}"
+    return f"{len(names)}: {', '.join(map(printable, islice(names, most)))}{more}"
 
 
 def times(seconds: Mapping[str, float]) -> dict[str, str]:
@@ -52,4 +73,5 @@ def times(seconds: Mapping[str, float]) -> dict[str, str]:
 def table(title: str, rows: Mapping[str, str]) -> str:
     """Write a title and one aligned line per row."""
     width = max(map(len, rows), default=0)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+    lines = (f"  {name:<{width}}  {value}" for name, value in rows.items())
+    return "\n".join(map(printable, (title, *lines)))

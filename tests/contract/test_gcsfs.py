@@ -124,3 +124,131 @@ def test_a_wrong_bucket_is_not_found_and_not_created(gcs_server):
         for _ in range(2):
             with pytest.raises(NotFoundError):
                 call()
+
+
+# Uploads of many parts -----------------------------------------------------------------------
+
+
+class Sessions(BaseHTTPRequestHandler):
+    """Google's resumable uploads, which leave requests without an answer as they are told to."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        state = self.server.state
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if "uploadType=resumable" in self.path:
+            if self.is_silent("begin"):
+                return None
+            state["name"] = json.loads(body)["name"]
+            return self.answer(200, {}, Location=f"http://{self.headers['Host']}/session")
+        return self.take(body)
+
+    def do_PUT(self):
+        return self.take(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+
+    def do_DELETE(self):
+        self.server.state["deleted"] = True
+        self.answer(204, {})
+
+    def take(self, body):
+        state = self.server.state
+        span, _, total = self.headers["Content-Range"].removeprefix("bytes ").partition("/")
+        what = ("end" if total != "*" else "chunk") if body or total != "*" else "question"
+        state["seen"].append(what)
+        if self.is_silent(what):
+            return None
+        if body and not state["is_done"]:
+            assert int(span.partition("-")[0]) == len(state["data"])  # nothing twice, nothing left
+            taken = state["takes"].pop() if state["takes"] else len(body)
+            state["data"] += body[:taken]
+        state["is_done"] = state["is_done"] or total == str(len(state["data"]))
+        if self.is_silent(f"{what} done"):
+            return None
+        if state["is_done"]:
+            return self.answer(200, {"generation": "7"})
+        end = {"Range": f"bytes=0-{len(state['data']) - 1}"} if state["data"] else {}
+        return self.answer(308, None, **end)
+
+    def is_silent(self, what):
+        if what not in self.server.state["silent"]:
+            return False
+        self.server.state["silent"].remove(what)
+        self.server.state["over"].wait()
+        self.close_connection = True
+        return True
+
+    def answer(self, status, said, **headers):
+        text = b"" if said is None else json.dumps(said).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(text)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def sessions():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Sessions)
+    server.daemon_threads = True
+    server.state = {
+        "data": b"",
+        "is_done": False,
+        "seen": [],
+        "silent": [],
+        "takes": [],
+        "over": threading.Event(),
+    }
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.state["over"].set()
+    server.shutdown()
+    server.server_close()
+
+
+QUICK = RetryPolicy(base_delay_s=0.01, timeout_floor_s=1.0, min_bytes_per_s=2**33)
+PART = 600_000  # no multiple of Google's 256 KiB
+
+
+def upload(server, num_bytes):
+    data = bytes(range(256)) * (num_bytes // 256 + 1)
+    parts = [data[at : min(at + PART, num_bytes)] for at in range(0, num_bytes, PART)]
+    store = open_google(server, QUICK)
+    assert store.put_parts("a", parts, part_bytes=PART, max_concurrency=1) == "7"
+    assert server.state["data"] == data[:num_bytes]
+    assert server.state["name"] == "run/a"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, PART, 2**18, 2**20, 4 * PART + 1, 2**22])
+def test_an_upload_of_any_size_arrives_whole(sessions, num_bytes):
+    upload(sessions, num_bytes)
+
+
+@pytest.mark.parametrize("what", ["begin", "chunk", "chunk done", "end", "end done", "question"])
+def test_an_upload_goes_on_after_a_request_without_an_answer(sessions, what):
+    sessions.state["silent"] = [what] if what != "question" else ["chunk", "question"]
+    upload(sessions, 3 * PART)
+    assert sessions.state["silent"] == []
+    assert ("question" in sessions.state["seen"]) == (what != "begin")
+
+
+def test_what_google_did_not_take_is_sent_again(sessions):
+    sessions.state["takes"] = [2**18, 2**18]
+    upload(sessions, 3 * PART)
+
+
+def test_an_upload_that_google_has_lost_is_an_error(sessions):
+    store = open_google(sessions, QUICK)
+
+    def parts():
+        yield b"1" * PART
+        sessions.state["data"] = b""
+        sessions.state["silent"] = ["chunk"]
+        yield b"2" * PART
+
+    with pytest.raises(StoreError, match="only 0 bytes of it are left"):
+        store.put_parts("a", parts(), part_bytes=PART, max_concurrency=1)
+    assert sessions.state["deleted"]

@@ -32,6 +32,10 @@ def save_ids(names: Iterable[str]) -> set[str]:
     return {found for name in names if (found := save_id_of(name)) is not None}
 
 
+def dont_wait(_seconds: float) -> None:
+    """What tests wait between attempts to seal."""
+
+
 @dataclass
 class Place:
     """A folder of the embedded S3, reached by one engine.
@@ -65,6 +69,7 @@ class Place:
             config=WriteConfig(
                 **{"engine": self.engine, "max_attempts": self.attempts, **SMALL, **config}
             ),
+            sleep=dont_wait,
         )
 
     def reader(self, *, url: str | None = None, **config: Any) -> Any:
@@ -148,6 +153,7 @@ class Backend:
             overwrite=overwrite,
             config=WriteConfig(**{**SMALL, **config}),
             store_opener=lambda *_args, **_options: store,
+            sleep=dont_wait,
         )
 
     def reader(self, script: Iterable[StoreFault] = (), **config: Any) -> Any:

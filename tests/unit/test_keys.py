@@ -47,3 +47,9 @@ def test_paths_inside_the_folder_pass(path: str) -> None:
 def test_paths_that_leave_the_folder_are_refused(path: str) -> None:
     with pytest.raises(CorruptError, match="outside the checkpoint's folder"):
         check_relative(path)
+
+
+def test_a_path_that_no_store_takes_is_refused() -> None:
+    assert check_relative("a" * 1024) == "a" * 1024
+    with pytest.raises(CorruptError, match="1025 characters"):
+        check_relative("a" * 1025)

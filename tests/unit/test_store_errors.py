@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import errno
+import socket
+import ssl
 
 import pytest
+from obstore.exceptions import GenericError
 
 from dcpstore.errors import (
     AlreadyExistsError,
@@ -12,7 +15,14 @@ from dcpstore.errors import (
     StoreError,
 )
 from dcpstore.store.base import IfMatch
-from dcpstore.store.error_map import Answer, Asked, from_answer, from_fsspec
+from dcpstore.store.error_map import (
+    Answer,
+    Asked,
+    from_answer,
+    from_fsspec,
+    from_obstore,
+    from_transport,
+)
 
 PLAIN = Asked("get", "a", "s3://b")
 
@@ -120,6 +130,74 @@ def test_what_botocore_keeps_is_read():
     assert error.retry_after_s == 4
     assert error.throttled
     assert len(error.message) < 400
+
+
+OBSTORE_TEXT = """Generic S3 error: Error performing GET http://h/b/k in 1ms - HTTP error: error \
+sending request
+
+Debug source:
+Generic { source: RetryError( RetryErrorImpl { inner: Http( HttpError { kind: Connect, source: X(
+%s
+) } ) } ) }"""
+
+
+@pytest.mark.parametrize(
+    ("debug", "said", "unreachable", "retryable"),
+    [
+        (
+            'ConnectError("tcp connect error", Os { kind: ConnectionRefused })',
+            "refused",
+            True,
+            True,
+        ),
+        ("Os { kind: NetworkUnreachable }", "no route", True, True),
+        (
+            '"dns error", Custom { error: "failed to lookup: Name or service not known" }',
+            "could not be resolved (failed to lookup: Name or service not known)",
+            True,
+            True,
+        ),
+        (
+            '"dns error", Custom { error: "Temporary failure in name resolution" }',
+            "could not be resolved",
+            False,
+            True,
+        ),
+        ("InvalidCertificate(\n UnknownIssuer )", "refused (UnknownIssuer)", False, False),
+        ("Something else", "error sending request", False, True),
+    ],
+)
+def test_obstore_tells_why_there_is_no_connection(debug, said, unreachable, retryable):
+    error = from_obstore(Asked("get", "k", "s3://b"), GenericError(OBSTORE_TEXT % debug))
+    assert isinstance(error, StoreError)
+    assert said in error.message
+    assert (error.unreachable, error.retryable) == (unreachable, retryable)
+
+
+@pytest.mark.parametrize(
+    ("cause", "said", "unreachable", "retryable"),
+    [
+        (ConnectionRefusedError(111, "x"), "the connection was refused", True, True),
+        (OSError(errno.EHOSTUNREACH, "x"), "no route", True, True),
+        (socket.gaierror(-2, "Name or service not known"), "could not be resolved", True, True),
+        (
+            socket.gaierror(-3, "Temporary failure in name resolution"),
+            "could not be resolved",
+            False,
+            True,
+        ),
+        (ssl.SSLCertVerificationError(1, "self-signed"), "certificate was refused", False, False),
+    ],
+)
+def test_the_cause_of_an_error_tells_why_there_is_no_connection(
+    cause, said, unreachable, retryable
+):
+    error = ConnectionError("Could not connect to the endpoint URL")
+    error.__cause__ = cause
+    for mapped in (from_fsspec(PLAIN, error), from_transport(PLAIN, error)):
+        assert isinstance(mapped, StoreError)
+        assert said in mapped.message
+        assert (mapped.unreachable, mapped.retryable) == (unreachable, retryable)
 
 
 def test_an_error_of_ours_stays_itself():

@@ -353,7 +353,7 @@ def test_a_copy_of_the_credentials_is_equal_and_has_no_session():
 def test_obstore_accepts_what_is_translated(url, options):
     store = open_store(url, storage_options=options, engine="obstore").inner
     for purpose in ("read", "put", "parts"):
-        assert store._clients.get(purpose) is not None
+        assert store._clients.get(purpose, 20.0) is not None
 
 
 def test_a_configuration_that_obstore_refuses_is_ours_and_without_secrets():

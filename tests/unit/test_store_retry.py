@@ -8,6 +8,7 @@ import pytest
 
 from dcpstore.errors import AlreadyExistsError, StoreError
 from dcpstore.store import AdaptiveLimiter, IfMatch, RetryingStore, RetryPolicy, open_store
+from dcpstore.store.retry import Deadline, TimeLimit
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 
 
@@ -80,10 +81,17 @@ def test_retry_after_is_the_least_delay():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_attempts": 0}, {"base_delay_s": -1}, {"total_deadline_s": -1}]
+    "wrong",
+    [
+        {"max_attempts": 0},
+        {"base_delay_s": -1},
+        {"total_deadline_s": -1},
+        {"timeout_floor_s": 0},
+        {"min_bytes_per_s": 0},
+    ],
 )
 def test_a_policy_checks_itself(wrong):
-    with pytest.raises(ValueError, match=r"max_attempts|negative"):
+    with pytest.raises(ValueError, match=r"max_attempts|negative|not positive"):
         RetryPolicy(**wrong)
 
 
@@ -122,6 +130,136 @@ def test_time_is_bounded(build, fake_time):
         store.head("a")
     assert recorder.counts["head"] == 3
     assert fake_time.now == 108
+
+
+# Time-outs and deadlines
+
+
+def test_a_time_out_is_a_floor_and_the_bytes_at_the_least_rate():
+    policy = RetryPolicy(total_deadline_s=1000, timeout_floor_s=20, min_bytes_per_s=1 << 20)
+    assert policy.timeout_s() == 20
+    assert policy.timeout_s(16 << 20) == 36
+    assert policy.timeout_s(100 << 20) == 120
+
+
+def test_two_tries_and_a_delay_fit_in_the_deadline_whatever_the_size():
+    policy = RetryPolicy()
+    assert policy.timeout_s(1 << 40) == 0.4 * policy.total_deadline_s
+    assert 2 * policy.timeout_s(1 << 40) + policy.max_delay_s <= policy.total_deadline_s
+    assert RetryPolicy(max_attempts=1, total_deadline_s=100).timeout_s(1 << 40) == 100
+    assert RetryPolicy(total_deadline_s=20).timeout_s() == 8
+
+
+def test_a_deadline_runs_from_the_first_question(fake_time):
+    deadline = Deadline(10, fake_time.clock)
+    fake_time.now += 5
+    assert deadline.left_s() == 10
+    fake_time.now += 4
+    assert (deadline.spent_s(), deadline.left_s()) == (4, 6)
+    fake_time.now += 7
+    assert deadline.left_s() == -1
+
+
+def test_a_time_out_is_cut_to_what_is_left():
+    limit = TimeLimit(RetryPolicy(timeout_floor_s=20, total_deadline_s=180))
+    assert limit.seconds() == 20
+    assert limit.left_s() == 180
+    assert 2 < limit.within(3).seconds() <= 3
+    assert limit.within(100).seconds() == 20
+    assert 0 < limit.within(-5).seconds() < 0.1
+
+
+class Stalling:
+    """A store that leaves every request without an answer until its time is over."""
+
+    url = "stalling://"
+
+    def __init__(self, fake_time, timeout_s, error=None):
+        self.fake_time = fake_time
+        self.timeout_s = timeout_s
+        self.error = error or StoreError("no answer", retryable=True)
+        self.times = []
+        self.most_s = None
+
+    def within(self, most_s):
+        self.most_s = most_s
+        return self
+
+    def head(self, key):
+        taken_s = min(self.timeout_s, self.most_s)
+        self.times.append(taken_s)
+        self.fake_time.now += taken_s
+        raise self.error
+
+    get = head
+
+    def put(self, key, data, *, mode="overwrite"):
+        return self.head(key)
+
+
+def retrying(inner, fake_time, policy):
+    return RetryingStore(
+        inner,
+        policy,
+        AdaptiveLimiter(clock=fake_time.clock, sleep=fake_time.sleep),
+        clock=fake_time.clock,
+        sleep=fake_time.sleep,
+        rng=Always(1.0),
+    )
+
+
+def test_the_last_try_has_what_is_left_of_the_deadline(fake_time):
+    stalling = Stalling(fake_time, 8)
+    policy = RetryPolicy(base_delay_s=1, max_delay_s=1, total_deadline_s=20)
+    with pytest.raises(StoreError, match=r"gave up after 3 attempts over 20\.0 s"):
+        retrying(stalling, fake_time, policy).head("a")
+    assert stalling.times == [8, 8, 2]
+    assert fake_time.now == 120
+
+
+def test_a_put_under_a_condition_takes_no_longer_than_its_time_out(fake_time):
+    stalling = Stalling(fake_time, 8)
+    with pytest.raises(StoreError, match="no answer"):
+        retrying(stalling, fake_time, RetryPolicy(total_deadline_s=20)).put("a", b"", mode="create")
+    assert fake_time.now == 108
+
+
+def unreachable():
+    return StoreError("refused", retryable=True, unreachable=True)
+
+
+def test_a_server_that_never_answered_is_given_up_within_five_seconds(fake_time):
+    store = retrying(Stalling(fake_time, 0, unreachable()), fake_time, RetryPolicy())
+    with pytest.raises(StoreError, match="refused") as caught:
+        store.head("a")
+    assert caught.value.unreachable
+    assert 2 < fake_time.now - 100 <= 5
+
+
+def test_a_server_that_answered_before_is_taken_to_restart(fake_time):
+    stalling = Stalling(fake_time, 0, StoreError("404", denied=True))
+    store = retrying(stalling, fake_time, RetryPolicy())
+    with pytest.raises(StoreError, match="404"):
+        store.head("a")
+    stalling.error = unreachable()
+    with pytest.raises(StoreError, match="refused"):
+        store.head("a")
+    assert fake_time.now - 100 > 100
+
+
+def test_a_put_outlasts_a_restart_although_this_process_has_not_looked(fake_time):
+    store = retrying(Stalling(fake_time, 0, unreachable()), fake_time, RetryPolicy())
+    with pytest.raises(StoreError, match="refused"):
+        store.put("a", b"")
+    assert fake_time.now - 100 > 100
+
+
+def test_a_put_under_a_condition_is_not_repeated_where_its_client_found_nobody(fake_time):
+    """aiohttp sends a put again over a new connection, and tells of the second one only."""
+    stalling = Stalling(fake_time, 0, unreachable())
+    with pytest.raises(StoreError, match="refused"):
+        retrying(stalling, fake_time, RetryPolicy()).put("a", b"", mode="create")
+    assert len(stalling.times) == 1
 
 
 def test_retry_after_is_honoured_once_and_by_all(build, fake_time):

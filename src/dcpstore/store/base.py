@@ -22,6 +22,8 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import Buffer
 
+from dcpstore.store.limits import NO_LIMITS, StoreLimits
+
 __all__ = [
     "Buffer",
     "Capabilities",
@@ -87,6 +89,7 @@ class Capabilities:
             False, it joins them first, in memory of its own.
         fills_memory: There is a `fill`, which receives ranges straight into memory of the
             caller's; see `dcpstore.store.destination`.
+        limits: The most that it takes. Keys and sizes beyond it are refused without a request.
     """
 
     atomic_create: bool
@@ -95,6 +98,7 @@ class Capabilities:
     acknowledges_puts: bool
     gathers_parts: bool = False
     fills_memory: bool = False
+    limits: StoreLimits = NO_LIMITS
 
 
 @runtime_checkable

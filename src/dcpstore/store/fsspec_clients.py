@@ -6,19 +6,24 @@ import difflib
 import inspect
 import os
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
+from fsspec.asyn import sync
+from fsspec.exceptions import FSTimeoutError
 
-from dcpstore.errors import ConfigError
+from dcpstore.errors import CheckpointError, ConfigError
+from dcpstore.store.error_map import Asked, from_fsspec, scrubbed
 from dcpstore.store.location import redact
 
 if TYPE_CHECKING:
     from dcpstore.store.location import Location
 
-__all__ = ["FsspecClients", "check_option_names"]
+__all__ = ["FsspecClients", "ask_fsspec", "check_option_names", "run_within", "sync_within"]
 
+_T = TypeVar("_T")
 _COMMON = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"}
 # s3fs hands what it does not know to aiobotocore's session.
 _SESSION = {"profile"}
@@ -77,6 +82,35 @@ def _filesystem_class(location: Location) -> type:
     return found
 
 
+def sync_within(most_s: float, fs: Any, call: Any, *arguments: Any, **options: Any) -> Any:
+    """Run a coroutine function on a filesystem's loop and cancel it when the time is over.
+
+    Raises:
+        TimeoutError: If it was.
+    """
+    return _timed(most_s, partial(sync, fs.loop, call), *arguments, **options)
+
+
+def run_within(most_s: float, fs: Any, verb: str, *arguments: Any, **options: Any) -> Any:
+    """Call a filesystem's verb; with a time-out where it works on an event loop.
+
+    Raises:
+        TimeoutError: If the time was over.
+    """
+    call = getattr(fs, verb)
+    if verb not in vars(fs):  # fsspec sets there what it made of a coroutine
+        return call(*arguments, **options)
+    return _timed(most_s, call, *arguments, **options)
+
+
+def _timed(most_s: float, call: Any, *arguments: Any, **options: Any) -> Any:
+    try:
+        return call(*arguments, timeout=most_s, **options)
+    except FSTimeoutError as error:
+        said = str(error.__cause__ or "") or f"no answer within {most_s:.1f} s"
+        raise TimeoutError(said) from None
+
+
 class FsspecClients:
     """Opens the filesystem of one location on first use in each process. Thread-safe.
 
@@ -130,8 +164,20 @@ class FsspecClients:
         try:
             fs = self._class(**self._options)
         except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"cannot open {self._location.url}: {redact(str(error))}") from error
+            raise ConfigError(f"cannot open {self._location.url}: {redact(str(error))}") from None
         # s3fs repeats requests by itself, without jitter or a shared limit; ours do.
         if hasattr(fs, "retries"):
             fs.retries = 1
         return fs
+
+
+def ask_fsspec(asked: Asked, call: Callable[[], _T]) -> _T:
+    """Call a filesystem and map what it raises, chained without secrets."""
+    try:
+        return call()
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 - raised below
+        mapped, cause = from_fsspec(asked, error), scrubbed(error)
+    # Not where the error is handled, which would chain it as the context.
+    raise mapped from cause

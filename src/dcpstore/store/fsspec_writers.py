@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dcpstore.errors import AlreadyExistsError, ConflictError
 from dcpstore.store.base import Capabilities, IfMatch, ObjectInfo
+from dcpstore.store.fsspec_clients import run_within
 from dcpstore.store.gcsfs_writer import GcsWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dcpstore.store.base import PutMode
+    from dcpstore.store.retry import RetryPolicy, TimeLimit
 
 __all__ = ["TEMPORARY", "Upload", "Writer", "info_of", "writer_for"]
 
@@ -60,21 +62,28 @@ class Writer(Protocol):
     def capabilities(self) -> Capabilities:
         """What this way can promise."""
 
-    def put(self, fs: Any, path: str, body: memoryview, mode: PutMode) -> str | None:
+    def put(
+        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
+    ) -> str | None:
         """Publish one object; foreign errors come as they are."""
 
     def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
         """Begin an object of many parts; no request is made before the first write."""
 
 
-def writer_for(scheme: str) -> Writer:
-    """Return the way to publish on a scheme's filesystem."""
+def writer_for(scheme: str, policy: RetryPolicy) -> Writer:
+    """Return the way to publish on a scheme's filesystem.
+
+    Args:
+        scheme: Of the URL.
+        policy: How long to keep trying to send a part.
+    """
     if scheme == "file":
         return _LocalWriter()
     if scheme == "memory":
         return _MemoryWriter()
     if scheme == "gs":
-        return GcsWriter()
+        return GcsWriter(policy)
     return _StreamWriter()
 
 
@@ -123,7 +132,10 @@ class _LocalWriter:
         atomic_create=True, compare_and_swap=False, parallel_parts=False, acknowledges_puts=True
     )
 
-    def put(self, fs: Any, path: str, body: memoryview, mode: PutMode) -> str | None:
+    def put(
+        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
+    ) -> str | None:
+        del time  # nothing here can be given up in the middle
         upload = _LocalUpload(lambda: fs, path)
         try:
             upload.write(body)
@@ -176,7 +188,10 @@ class _MemoryWriter:
         atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
     )
 
-    def put(self, fs: Any, path: str, body: memoryview, mode: PutMode) -> str | None:
+    def put(
+        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit | None = None
+    ) -> str | None:
+        del time
         with _MEMORY_LOCK:
             if mode == "create" and fs.isfile(path):
                 raise AlreadyExistsError(f"put {path!r}: the object exists already")
@@ -191,7 +206,7 @@ class _MemoryWriter:
 
 
 class _CollectedUpload:
-    def __init__(self, writer: Writer, get_fs: Callable[[], Any], path: str) -> None:
+    def __init__(self, writer: _MemoryWriter, get_fs: Callable[[], Any], path: str) -> None:
         self._writer = writer
         self._get_fs = get_fs
         self._path = path
@@ -215,12 +230,14 @@ class _StreamWriter:
         atomic_create=False, compare_and_swap=False, parallel_parts=False, acknowledges_puts=False
     )
 
-    def put(self, fs: Any, path: str, body: memoryview, mode: PutMode) -> str | None:
-        if mode == "create" and fs.exists(path):
+    def put(
+        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
+    ) -> str | None:
+        if mode == "create" and run_within(time.seconds(), fs, "exists", path):
             raise AlreadyExistsError(f"put {path!r}: the object exists already")
         if isinstance(mode, IfMatch):
             _compare(fs, path, mode)
-        fs.pipe_file(path, bytes(body))
+        run_within(time.seconds(body.nbytes), fs, "pipe_file", path, bytes(body))
         return None
 
     def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:

@@ -22,18 +22,20 @@ from time import monotonic
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from dcpstore.store.error_map import Asked, from_throttle, from_transport
+from dcpstore.store.error_map import Asked, from_throttle, from_transport, scrubbed
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from dcpstore.store.destination import Destination
 
 __all__ = ["HttpRanges"]
 
 _THROTTLED = frozenset({429, 503})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
-_PIECE_BYTES = 1 << 20  # the deadline is looked at in between
 _MOST_REASON_BYTES = 1 << 16
 _MOST_IDLE = 64
+_LEAST_S = 0.05
 
 
 class HttpRanges:
@@ -42,24 +44,18 @@ class HttpRanges:
     Args:
         connect_timeout_s: For a connection to be made.
         read_timeout_s: For the next bytes to come.
-        timeout_s: For one answer as a whole.
     """
 
-    def __init__(
-        self,
-        *,
-        connect_timeout_s: float = 10.0,
-        read_timeout_s: float = 60.0,
-        timeout_s: float = 900.0,
-    ) -> None:
+    def __init__(self, *, connect_timeout_s: float = 10.0, read_timeout_s: float = 20.0) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
-        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
-    def fetch(self, url: str, asked: Asked, start: int, destination: Destination) -> bool:
+    def fetch(
+        self, url: str, asked: Asked, start: int, destination: Destination, timeout_s: float
+    ) -> bool:
         """Receive a range of an object into its destination.
 
         Args:
@@ -67,6 +63,7 @@ class HttpRanges:
             asked: What is fetched, for messages.
             start: First byte of the range in the object.
             destination: Where it goes; its size tells the range's.
+            timeout_s: For the answer as a whole.
 
         Returns:
             False if something else than the range came; nothing was written then.
@@ -76,10 +73,13 @@ class HttpRanges:
             Revoked: If the destination was taken back.
         """
         destination.check()
+        until_s = monotonic() + timeout_s
         parts = urlsplit(url)
         span = (start, start + destination.num_bytes)
+        failure: Exception | None = None
         try:
-            connection, response = self._ask(parts.netloc, f"{parts.path}?{parts.query}", span)
+            target = f"{parts.path}?{parts.query}"
+            connection, response = self._ask(parts.netloc, target, span, until_s)
             with connection.closed_on_error(response):
                 is_range = _is_range(response, *span)
                 if is_range:
@@ -87,7 +87,9 @@ class HttpRanges:
                 else:
                     connection.skip(response)
         except (OSError, http.client.HTTPException) as error:
-            raise from_transport(asked, error) from error
+            failure = error
+        if failure is not None:
+            raise from_transport(asked, failure) from scrubbed(failure)
         self._keep(connection)
         if response.status in _THROTTLED:
             raise from_throttle(asked, response.status, response.getheader("Retry-After"))
@@ -99,12 +101,12 @@ class HttpRanges:
             _close_all(self._idle)
 
     def _ask(
-        self, place: str, target: str, span: tuple[int, int]
+        self, place: str, target: str, span: tuple[int, int], until_s: float
     ) -> tuple[_Connection, http.client.HTTPResponse]:
         """Send the request; once more if the server had closed a connection that was kept."""
         headers = {"Range": f"bytes={span[0]}-{span[1] - 1}"}
         while True:
-            connection = self._take(place)
+            connection = self._take(place, until_s)
             try:
                 connection.request("GET", target, headers=headers)
                 return connection, connection.getresponse()
@@ -113,15 +115,21 @@ class HttpRanges:
                 if not (connection.was_kept and isinstance(error, ConnectionError)):
                     raise
 
-    def _take(self, place: str) -> _Connection:
+    def _take(self, place: str, until_s: float) -> _Connection:
+        connection = self._take_idle(place)
+        left_s = max(_LEAST_S, until_s - monotonic())
+        if connection is None:
+            connection = _Connection(place, min(self._connect_timeout_s, left_s))
+            connection.connect()
+        connection.limit(min(self._read_timeout_s, left_s), until_s)
+        return connection
+
+    def _take_idle(self, place: str) -> _Connection | None:
         with self._lock:
             for number in reversed(range(len(self._idle))):
                 if self._idle[number].place == place:
                     return self._idle.pop(number)
-        connection = _Connection(place, self._connect_timeout_s)
-        connection.connect()
-        connection.sock.settimeout(self._read_timeout_s)
-        return connection
+        return None
 
     def _keep(self, connection: _Connection) -> None:
         if connection.sock is not None:  # or the server asked to close it
@@ -138,16 +146,23 @@ class HttpRanges:
         response: http.client.HTTPResponse,
         destination: Destination,
     ) -> None:
-        until = monotonic() + self._timeout_s
         with destination.writing(connection.interrupt) as pieces:
             for piece in pieces:
-                for start in range(0, len(piece), _PIECE_BYTES):
-                    part = piece[start : start + _PIECE_BYTES]
-                    count = response.readinto(part)
-                    if count < len(part):
-                        raise http.client.IncompleteRead(b"", len(part) - count)
-                    if monotonic() > until:
-                        raise TimeoutError("the answer took too long")
+                count = response.readinto(piece)
+                if count < len(piece):
+                    raise http.client.IncompleteRead(b"", len(piece) - count)
+
+
+class _Socket(socket.socket):
+    """Has an end besides a time-out, which a server that sends a byte now and then never meets."""
+
+    until_s = float("inf")
+
+    def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
+        """Receive what has come, unless the time is over."""
+        if monotonic() > self.until_s:
+            raise TimeoutError("the answer took too long")
+        return super().recv_into(buffer, nbytes, flags)
 
 
 class _Connection(http.client.HTTPConnection):
@@ -157,12 +172,19 @@ class _Connection(http.client.HTTPConnection):
         super().__init__(place, timeout=timeout_s)
         self.place = place
         self.was_kept = False
-        self._own: socket.socket | None = None
+        self._own: _Socket | None = None
 
     def connect(self) -> None:
         """Connect."""
         super().connect()
+        self.sock = _Socket(fileno=self.sock.detach())
         self._own = self.sock  # an answer that ends with the connection takes `sock` away
+
+    def limit(self, pause_s: float, until_s: float) -> None:
+        """Set how long the next request may be silent, and when its answer must have come."""
+        assert self._own is not None
+        self._own.settimeout(pause_s)
+        self._own.until_s = until_s
 
     def interrupt(self) -> None:
         """Make whoever receives stop. From any thread."""

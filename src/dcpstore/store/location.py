@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fsspec.registry import known_implementations, registry
@@ -30,7 +31,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://(.*)$", re.DOTALL)
 _MANGLED = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/*(.*)$", re.DOTALL)
 # Secret keys of AWS contain slashes, and a mangled URL has one slash only.
 _USERINFO = re.compile(r"(?<=:/)(/?)[^/@:\s]+:[^@\s]*@")
-_QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"')]*")
+_QUERY = re.compile(r"(https?://[^\s?\"']+)\?([^\s\"')]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,19 @@ def file_location(url: str | os.PathLike[str]) -> tuple[str, str]:
     return text.rstrip("/")[: -len(key)].rstrip("/"), key
 
 
-def redact(text: str) -> str:
-    """Blank out ``user:password@`` and the query strings of web addresses in a text."""
-    return _QUERY.sub(r"\1?...", _USERINFO.sub(r"\1***@", text))
+def redact(text: str, *, keep: Collection[str] = ()) -> str:
+    """Blank out ``user:password@`` and the query strings of web addresses in a text.
+
+    Args:
+        text: A URL, or a message with some.
+        keep: Parameters of queries to leave, which are no secrets.
+    """
+
+    def shortened(match: re.Match[str]) -> str:
+        kept = [one for one in match[2].split("&") if one.partition("=")[0] in keep]
+        return f"{match[1]}?{'&'.join([*kept, '...'])}"
+
+    return _QUERY.sub(shortened, _USERINFO.sub(r"\1***@", text))
 
 
 def _reject_mangled(text: str) -> None:

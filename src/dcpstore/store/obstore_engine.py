@@ -18,8 +18,9 @@ import obstore.exceptions
 
 from dcpstore.errors import CheckpointError, NotFoundError, StoreError
 from dcpstore.store.base import Buffer, Capabilities, Fetched, IfMatch, ObjectInfo, Part, PutMode
-from dcpstore.store.error_map import Asked, from_obstore
-from dcpstore.store.obstore_clients import ObstoreClients
+from dcpstore.store.error_map import Asked, from_obstore, scrubbed, was_completing
+from dcpstore.store.limits import StoreLimits, limits_of
+from dcpstore.store.obstore_clients import ObstoreClients, Purpose
 from dcpstore.store.options import translate
 from dcpstore.store.parts import (
     as_bytes_view,
@@ -28,10 +29,16 @@ from dcpstore.store.parts import (
     joined,
     num_bytes_of,
 )
-from dcpstore.store.retry import RetryPolicy
+from dcpstore.store.retry import RetryPolicy, TimeLimit, call_with_retries
 from dcpstore.store.server_copy import CopyMode, Origin
 from dcpstore.store.short_cut import open_short_cut
-from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, with_either_mark
+from dcpstore.store.verdicts import (
+    Publication,
+    check_length,
+    compare_etag,
+    deletes_failed,
+    with_either_mark,
+)
 
 if TYPE_CHECKING:
     from dcpstore.store.destination import Destination
@@ -44,6 +51,8 @@ __all__ = ["OBSTORE_SCHEMES", "ObstoreStore"]
 OBSTORE_SCHEMES = frozenset({"s3", "gs", "az", "file", "memory"})
 _DELETE_BATCH = 1000
 _DRAIN_S = 60.0
+_MIB = 1 << 20
+_LONG_READ_BYTES = 64 * _MIB
 _T = TypeVar("_T")
 
 
@@ -56,7 +65,9 @@ class ObstoreStore:
     Args:
         location: The root.
         storage_options: fsspec-style options, see `dcpstore.store.options`.
-        part_policy: How long the engine keeps trying to send a part of `put_parts`.
+        part_policy: How long a request may take, and how long the engine keeps trying to send
+            a part of `put_parts`.
+        limits: The most that the store takes; None for what is known of the scheme.
 
     Raises:
         NotHonoured: If an option has no meaning for obstore.
@@ -68,16 +79,20 @@ class ObstoreStore:
         storage_options: Mapping[str, Any] | None = None,
         *,
         part_policy: RetryPolicy | None = None,
+        limits: StoreLimits | None = None,
     ) -> None:
         self._location = location
         self._options = dict(storage_options or {})
         self._part_policy = part_policy or RetryPolicy()
+        self._time = TimeLimit(self._part_policy)
         settings = translate(location, self._options)
         self._clients = ObstoreClients(location, settings, self._part_policy)
-        self._short_cut = open_short_cut(location, settings)
+        self._short_cut = open_short_cut(location, settings, self._part_policy.timeout_floor_s)
         self._copier: S3fsStore | FsspecStore | None = None
         root = location.prefix.replace(os.sep, "/").strip("/")
         self._root = f"{root}/" if root else ""
+        self._given_limits = limits
+        self._limits = (limits or limits_of(location.scheme)).below(self._root)
 
     @property
     def url(self) -> str:
@@ -94,14 +109,23 @@ class ObstoreStore:
             acknowledges_puts=True,
             gathers_parts=True,
             fills_memory=self._short_cut is not None,
+            limits=self._limits,
         )
 
+    def within(self, most_s: float) -> ObstoreStore:
+        """Return the same store for one request, which fails when so many seconds are over."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__, _time=self._time.within(most_s))
+        return view
+
     def get(self, key: str) -> Fetched:
-        """Fetch a whole object."""
+        """Fetch a whole object. For a long one a second request is sent, with more time."""
         path = self._path(key)
 
         def call() -> Fetched:
-            answer = obstore.get(self._clients.get(), path)
+            answer = obstore.get(self._client(), path)
+            if answer.meta["size"] > _LONG_READ_BYTES and self._location.bucket:
+                answer = obstore.get(self._clients.get("read", self._time.left_s()), path)
             etag = self._mark(answer.meta)
             return Fetched(memoryview(answer.bytes()), etag)
 
@@ -115,7 +139,7 @@ class ObstoreStore:
         asked = Asked(f"get [{start}, {end}) of", key, self.url)
 
         def call() -> memoryview:
-            return memoryview(obstore.get_range(self._clients.get(), path, start=start, end=end))
+            return memoryview(obstore.get_range(self._client(), path, start=start, end=end))
 
         return check_length(asked, start, end, lambda: _ask(asked, call), lambda: self.head(key))
 
@@ -125,10 +149,12 @@ class ObstoreStore:
             return
         asked = Asked(f"get [{start}, {start + destination.num_bytes}) of", key, self.url)
         short_cut, path = self._short_cut, self._path(key)
-        if short_cut is not None and _ask(
-            asked, lambda: short_cut.fetch(self._clients.get(), path, asked, start, destination)
-        ):
-            return
+        if short_cut is not None:
+            client, most_s = self._client(), self._time.reading_s()
+            if _ask(
+                asked, lambda: short_cut.fetch(client, path, asked, start, destination, most_s)
+            ):
+                return
         data = self.get_range(key, start, start + destination.num_bytes)
         with destination.writing(lambda: None):
             destination.take(data)
@@ -136,19 +162,20 @@ class ObstoreStore:
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
         path = self._path(key)
-        meta = _ask(Asked("head", key, self.url), lambda: obstore.head(self._clients.get(), path))
+        meta = _ask(Asked("head", key, self.url), lambda: obstore.head(self._client(), path))
         return self._info(meta)
 
     def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
         """Store one object in one atomic request and return its ETag."""
         path, body = self._path(key), self._body(as_bytes_view(data))
         asked = Asked("put", key, self.url).under(mode)
+        self._limits.check_put(key, body.nbytes)
         if isinstance(mode, IfMatch) and not self.capabilities.compare_and_swap:
             compare_etag(asked, mode, lambda: self.head(key))
             mode = "overwrite"
 
         def send(mode: PutMode) -> Mapping[str, Any]:
-            theirs, store = self._theirs(mode), self._clients.get("put")
+            theirs, store = self._theirs(mode), self._client("put", body.nbytes)
             return _ask(
                 asked, lambda: obstore.put(store, path, body, mode=theirs, use_multipart=False)
             )
@@ -160,7 +187,7 @@ class ObstoreStore:
     ) -> str | None:
         """Store one large object from parts, several in flight, and return its ETag."""
         path = self._path(key)
-        stream = checked_pieces(parts, part_bytes)
+        stream = checked_pieces(parts, part_bytes, self._limits)
         first = next(stream, (memoryview(b""),))
         if num_bytes_of(first) < part_bytes:
             for _ in stream:  # raises: a part after a short one
@@ -169,11 +196,12 @@ class ObstoreStore:
         held = [first]
         del first  # or it would be held until the upload ends
         source = _Source(held, stream, part_bytes, self._body, waits=bool(self._location.bucket))
+        publication = Publication()
         try:
             result = _ask(
                 Asked("put_parts", key, self.url),
                 lambda: obstore.put(
-                    self._clients.get("parts"),
+                    self._client("parts", part_bytes),
                     path,
                     source,
                     use_multipart=True,
@@ -181,10 +209,17 @@ class ObstoreStore:
                     max_concurrency=max_concurrency,
                 ),
             )
-        except CheckpointError:
+        except CheckpointError as error:
             if source.error is not None:
                 raise source.error from None
-            raise
+            if not was_completing(error.__cause__):
+                raise
+            return publication.settle(
+                error,
+                lambda: call_with_retries(lambda: self.head(key), self._part_policy),
+                source.num_bytes,
+                source.num_parts,
+            )
         return self._mark(result)
 
     @property
@@ -210,7 +245,7 @@ class ObstoreStore:
         """Yield every object below the folder ``prefix``."""
         asked = Asked("list", prefix, self.url)
         below = (self._root + prefix).rstrip("/") or None
-        stream = _ask(asked, lambda: iter(obstore.list(self._clients.get(), prefix=below)))
+        stream = _ask(asked, lambda: iter(obstore.list(self._client(), prefix=below)))
         while True:
             chunk = _ask(asked, lambda: next(stream, None))
             if chunk is None:
@@ -239,7 +274,7 @@ class ObstoreStore:
     def _delete(self, paths: Sequence[str]) -> None:
         asked = Asked(f"delete {len(paths)} objects, first", paths[0], self.url)
         try:
-            _ask(asked, lambda: obstore.delete(self._clients.get(), list(paths)))
+            _ask(asked, lambda: obstore.delete(self._client(), list(paths)))
         except NotFoundError:
             if self._location.scheme == "s3":
                 raise  # S3 knows no missing object here: it is the bucket
@@ -247,11 +282,23 @@ class ObstoreStore:
                 for path in paths:
                     self._delete([path])
 
+    def _client(self, purpose: Purpose = "read", num_bytes: int = 0) -> Any:
+        """Return the client for a request that moves so many bytes.
+
+        Sizes are rounded up to powers of two: each time-out is a client, with connections of
+        its own. Reads notice a silent server by the pause, so one time-out does for all.
+        """
+        if purpose == "read":
+            return self._clients.get(purpose, self._time.reading_s())
+        size = max(_MIB, 1 << max(0, num_bytes - 1).bit_length())
+        return self._clients.get(purpose, self._time.seconds(size))
+
     def _body(self, view: memoryview) -> memoryview:
         """Memory keeps the very buffers it is given, but they are the caller's to refill."""
         return memoryview(bytes(view)) if self._location.scheme == "memory" else view
 
     def _path(self, key: str) -> str:
+        self._limits.check_key(key)
         return self._root + check_key(key)
 
     def _mark(self, meta: Mapping[str, Any]) -> str | None:
@@ -273,7 +320,7 @@ class ObstoreStore:
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._location, self._options, self._part_policy)
+        return _rebuild, (self._location, self._options, self._part_policy, self._given_limits)
 
 
 class _Source:
@@ -303,6 +350,8 @@ class _Source:
         self._pieces: deque[memoryview] = deque()
         self._sent: list[weakref.ref[memoryview]] = []
         self.error: Exception | None = None
+        self.num_bytes = 0
+        self.num_parts = 0
 
     def __iter__(self) -> Iterator[memoryview]:
         return self
@@ -323,7 +372,10 @@ class _Source:
                 self._wait_for_parts()
             raise
         self._sent = [one for one in self._sent if one() is not None]
-        if num_bytes_of(part) == self._part_bytes:
+        num_bytes = num_bytes_of(part)
+        self.num_bytes += num_bytes
+        self.num_parts += 1
+        if num_bytes == self._part_bytes:
             self._sent.extend(map(weakref.ref, part))
         self._pieces.extend(part)
 
@@ -337,7 +389,9 @@ def _ask(asked: Asked, call: Callable[[], _T]) -> _T:
     try:
         return call()
     except (obstore.exceptions.BaseError, OSError, ValueError) as error:
-        raise from_obstore(asked, error) from error
+        mapped, cause = from_obstore(asked, error), scrubbed(error)
+    # Not where the error is handled, which would chain it as the context.
+    raise mapped from cause
 
 
 def _open_copier(
@@ -352,5 +406,10 @@ def _open_copier(
     return FsspecStore(location, options, part_policy=part_policy)
 
 
-def _rebuild(location: Location, options: dict[str, Any], part_policy: RetryPolicy) -> ObstoreStore:
-    return ObstoreStore(location, options, part_policy=part_policy)
+def _rebuild(
+    location: Location,
+    options: dict[str, Any],
+    part_policy: RetryPolicy,
+    limits: StoreLimits | None,
+) -> ObstoreStore:
+    return ObstoreStore(location, options, part_policy=part_policy, limits=limits)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from dcpstore.errors import ConfigError
+from dcpstore.store.limits import StoreLimits
 
 if TYPE_CHECKING:
     from dcpstore.store.base import Buffer, Part
@@ -67,25 +68,29 @@ def num_bytes_of(pieces: Iterable[memoryview]) -> int:
     return sum(piece.nbytes for piece in pieces)
 
 
-def checked_parts(parts: Iterable[Part], part_bytes: int) -> Iterator[memoryview]:
+def checked_parts(
+    parts: Iterable[Part], part_bytes: int, limits: StoreLimits
+) -> Iterator[memoryview]:
     """Yield the bytes of each part in one buffer and hold none of them.
 
     Raises:
         ConfigError: As `checked_pieces`.
     """
-    for pieces in checked_pieces(parts, part_bytes):
+    for pieces in checked_pieces(parts, part_bytes, limits):
         whole = joined(pieces)
         del pieces
         yield whole
         del whole
 
 
-def checked_pieces(parts: Iterable[Part], part_bytes: int) -> Iterator[tuple[memoryview, ...]]:
+def checked_pieces(
+    parts: Iterable[Part], part_bytes: int, limits: StoreLimits
+) -> Iterator[tuple[memoryview, ...]]:
     """Yield the pieces of each part as flat bytes and hold none of them.
 
     Raises:
         ConfigError: If a part other than the last has another size than ``part_bytes``,
-            or ``part_bytes`` is not positive.
+            or ``part_bytes`` is not positive, or the store takes no such part.
     """
     if part_bytes <= 0:
         raise ConfigError(f"part_bytes={part_bytes} is not positive")
@@ -93,6 +98,7 @@ def checked_pieces(parts: Iterable[Part], part_bytes: int) -> Iterator[tuple[mem
     number = -1
     for part in parts:  # enumerate would hold each part until the next one is there
         number += 1
+        limits.check_part(number, part_bytes)
         pieces = pieces_of(part)
         del part
         num_bytes = num_bytes_of(pieces)

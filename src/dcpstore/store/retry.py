@@ -1,18 +1,22 @@
 """Retries: jittered, bounded in number and time, and never of what may have happened.
 
+Each try has a time-out, and the request with all its tries a deadline; see `RetryPolicy`.
+
 What is repeated, and when:
 
 ===================================  ====================================================
 get, get_range, fill, head,          on any retryable error
 delete_many
 put, overwrite                       on any retryable error: the same bytes land twice
-put, create or IfMatch               only when throttled: then the store did nothing. A
-                                     lost answer is settled by the caller, who can read
-                                     back what is there
+put, create or IfMatch               only when throttled. Any other lost answer is settled by
+                                     the caller, who can read back what is there
 put_parts                            never: the parts are gone. The engine repeats parts
 copy_from                            never: the engine repeats it, and parts singly
 list                                 from the start, skipping what was yielded already
 ===================================  ====================================================
+
+An error that ends a call is marked as ``refused`` only if every attempt was: a repeated put
+that the store denies says nothing of the first one, whose answer was a 503.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from dcpstore.errors import StoreError
+from dcpstore.errors import CheckpointError, StoreError
 from dcpstore.store.limiter import AdaptiveLimiter
 
 if TYPE_CHECKING:
@@ -39,9 +43,18 @@ if TYPE_CHECKING:
     from dcpstore.store.destination import Destination, FillsMemory
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
-__all__ = ["RetryPolicy", "RetryingStore", "call_with_retries"]
+__all__ = [
+    "Deadline",
+    "RetryPolicy",
+    "RetryingStore",
+    "TimeLimit",
+    "TimesOut",
+    "call_with_retries",
+]
 
 _T = TypeVar("_T")
+_LONGEST_SHARE = 0.4  # of the deadline: two tries, and the waits between them, fit in
+_LEAST_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +65,53 @@ class RetryPolicy:
         max_attempts: Requests per call, the first included; 1 means no retry.
         base_delay_s: Upper end of the first random delay; it doubles from there.
         max_delay_s: No random delay is longer. A ``Retry-After`` may be.
-        total_deadline_s: No retry starts later than this after the call. The defaults
+        total_deadline_s: Most seconds for a request with all its tries: no retry starts
+            later, and the last one's time-out is cut to what is left. The defaults
             ride out a 30 s storm of 503s: 16 attempts with full jitter wait 90 s on
             average, and less than 30 s in one call of a thousand.
+        timeout_floor_s: Time-out of a request without a body, and how long an answer that
+            has begun may pause.
+        min_bytes_per_s: What a request's bytes add to its time-out: the slowest connection
+            that is not taken for a dead one. 32 parts at 256 KiB/s are 8 MiB/s.
+        unreachable_s: How long to keep looking where a server that has not answered this
+            store before refuses connections, or its name is unknown: most likely the
+            address is wrong. One that has answered is taken to restart, and so it is by
+            puts: somebody has looked before.
     """
 
     max_attempts: int = 16
     base_delay_s: float = 0.2
     max_delay_s: float = 20.0
     total_deadline_s: float = 180.0
+    timeout_floor_s: float = 20.0
+    min_bytes_per_s: float = 256 * 1024
+    unreachable_s: float = 5.0
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts={self.max_attempts} is less than 1")
-        if min(self.base_delay_s, self.max_delay_s, self.total_deadline_s) < 0:
+        if min(self.base_delay_s, self.max_delay_s, self.total_deadline_s, self.unreachable_s) < 0:
             raise ValueError(f"a negative time in {self}")
+        if min(self.timeout_floor_s, self.min_bytes_per_s) <= 0:
+            raise ValueError(f"a time-out or a rate that is not positive in {self}")
+
+    def timeout_s(self, num_bytes: int = 0) -> float:
+        """Time-out of one try that moves so many bytes: the floor, and the bytes at the least rate.
+
+        It is no more than `longest_timeout_s`.
+        """
+        usual_s = self.timeout_floor_s + num_bytes / self.min_bytes_per_s
+        return min(self.longest_timeout_s, usual_s)
+
+    @property
+    def longest_timeout_s(self) -> float:
+        """Most seconds for one try; answers that begin in time have so many to come as a whole.
+
+        Where there may be another try, two fifths of the deadline, so that a connection which
+        goes silent costs a try and not the request.
+        """
+        share = _LONGEST_SHARE if self.max_attempts > 1 else 1.0
+        return max(_LEAST_S, share * self.total_deadline_s)
 
     def delay_s(self, num_failures: int, random_unit: float, retry_after_s: float | None) -> float:
         """Delay before the next attempt: full jitter, but no less than asked for.
@@ -78,6 +123,69 @@ class RetryPolicy:
         """
         ceiling = min(self.max_delay_s, self.base_delay_s * 2.0 ** (num_failures - 1))
         return max(retry_after_s or 0.0, random_unit * ceiling)
+
+
+class Deadline:
+    """When a request with all its tries must have ended. It runs from the first question.
+
+    Args:
+        most_s: Seconds that it may take.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_s = most_s
+        self._clock = clock
+        self._began_s: float | None = None
+
+    def spent_s(self) -> float:
+        """Seconds since the first question."""
+        now_s = self._clock()
+        if self._began_s is None:
+            self._began_s = now_s
+        return now_s - self._began_s
+
+    def left_s(self) -> float:
+        """Seconds until it; negative afterwards."""
+        return self._most_s - self.spent_s()
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """How long an engine's next requests may take.
+
+    Attributes:
+        policy: Where time-outs come from.
+        until_s: Monotonic time by which they must have ended; None where nobody said.
+    """
+
+    policy: RetryPolicy
+    until_s: float | None = None
+
+    def within(self, most_s: float) -> TimeLimit:
+        """The same, with an end so many seconds from now."""
+        return replace(self, until_s=time.monotonic() + most_s)
+
+    def left_s(self) -> float:
+        """Time until the end; all of the policy's where nobody said."""
+        if self.until_s is None:
+            return max(_LEAST_S, self.policy.total_deadline_s)
+        return max(_LEAST_S, self.until_s - time.monotonic())
+
+    def reading_s(self) -> float:
+        """Time-out of a read whose engine notices an answer that does not begin, or pauses."""
+        return min(self.policy.longest_timeout_s, self.left_s())
+
+    def seconds(self, num_bytes: int = 0) -> float:
+        """Time-out of a request that begins now and moves so many bytes."""
+        return min(self.policy.timeout_s(num_bytes), self.left_s())
+
+
+class TimesOut(Protocol):
+    """A `Store` that can be told how long a request may take."""
+
+    def within(self, most_s: float) -> Store:
+        """Return the same store for one request, which fails when so many seconds are over."""
 
 
 class RetryingStore:
@@ -108,6 +216,8 @@ class RetryingStore:
         self._clock = clock
         self._sleep = sleep
         self._rng = rng or random.Random()
+        self._limits_time = hasattr(type(inner), "within")
+        self._has_answered = False
 
     @property
     def inner(self) -> Store:
@@ -131,25 +241,25 @@ class RetryingStore:
 
     def get(self, key: str) -> Fetched:
         """Fetch a whole object."""
-        return self._repeat(lambda: self._inner.get(key))
+        return self._repeat(lambda inner: inner.get(key))
 
     def get_range(self, key: str, start: int, end: int) -> memoryview:
         """Fetch bytes ``[start, end)``."""
-        return self._repeat(lambda: self._inner.get_range(key, start, end))
+        return self._repeat(lambda inner: inner.get_range(key, start, end))
 
     def fill(self, key: str, start: int, destination: Destination) -> None:
         """Fetch a range straight into memory of the caller's."""
-        inner = cast("FillsMemory", self._inner)  # who asks has seen that it can
-        self._repeat(lambda: inner.fill(key, start, destination))
+        # Who asks has seen that it can.
+        self._repeat(lambda inner: cast("FillsMemory", inner).fill(key, start, destination))
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
-        return self._repeat(lambda: self._inner.head(key))
+        return self._repeat(lambda inner: inner.head(key))
 
     def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
         """Store one object; a conditional put is repeated only after a throttle."""
         may_repeat = _if_retryable if mode == "overwrite" else _if_throttled
-        return self._repeat(lambda: self._inner.put(key, data, mode=mode), may_repeat)
+        return self._repeat(lambda inner: inner.put(key, data, mode=mode), may_repeat, looks=False)
 
     def put_parts(
         self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
@@ -159,11 +269,15 @@ class RetryingStore:
         It takes no place in the limiter: its parts may come from requests that need one.
         """
         self._limiter.wait_for_pause()
-        return self._noting(
-            lambda: self._inner.put_parts(
-                key, parts, part_bytes=part_bytes, max_concurrency=max_concurrency
+        try:
+            return self._noting(
+                lambda: self._inner.put_parts(
+                    key, parts, part_bytes=part_bytes, max_concurrency=max_concurrency
+                )
             )
-        )
+        except CheckpointError as error:
+            error.refused = False  # the engine does not tell what became of earlier attempts
+            raise
 
     def copy_from(
         self,
@@ -186,9 +300,9 @@ class RetryingStore:
         yielded: set[str] = set()
         pages: list[Iterator[ObjectInfo]] = []
 
-        def step() -> ObjectInfo | None:
+        def step(_: Store) -> ObjectInfo | None:
             try:
-                if not pages:
+                if not pages:  # each page has a time-out of its own
                     pages.append(iter(self._inner.list(prefix)))
                 return next((one for one in pages[0] if one.key not in yielded), None)
             except StoreError:
@@ -201,24 +315,36 @@ class RetryingStore:
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Delete objects; a missing one is no error."""
-        self._repeat(lambda: self._inner.delete_many(keys))
+        self._repeat(lambda inner: inner.delete_many(keys))
 
     def close(self) -> None:
         """Close the inner store."""
         self._inner.close()
 
     def _repeat(
-        self, request: Callable[[], _T], may_repeat: Callable[[StoreError], bool] | None = None
+        self,
+        request: Callable[[Store], _T],
+        may_repeat: Callable[[StoreError], bool] | None = None,
+        *,
+        looks: bool = True,
     ) -> _T:
+        deadline = Deadline(self._policy.total_deadline_s, self._clock)
+
         def limited() -> _T:
             with self._limiter.slot():
-                return self._noting(request)
+                left_s = deadline.left_s()  # the wait for a first place is not the request's
+                inner = self._inner
+                if self._limits_time:
+                    inner = cast("TimesOut", inner).within(left_s)
+                return self._noting(lambda: request(inner))
 
         return call_with_retries(
             limited,
             self._policy,
             may_repeat=may_repeat or _if_retryable,
-            clock=self._clock,
+            # Who puts has looked before, maybe in another process.
+            has_answered=lambda: self._has_answered or not looks,
+            deadline=deadline,
             sleep=self._sleep,
             rng=self._rng,
         )
@@ -229,8 +355,10 @@ class RetryingStore:
         except StoreError as error:
             if error.throttled:
                 self._limiter.note_throttle(error.retry_after_s)
+            self._has_answered = self._has_answered or not error.retryable or error.throttled
             raise
         self._limiter.note_success()
+        self._has_answered = True
         return answer
 
     def __repr__(self) -> str:
@@ -245,7 +373,8 @@ def call_with_retries(
     policy: RetryPolicy,
     *,
     may_repeat: Callable[[StoreError], bool] | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    has_answered: Callable[[], bool] = lambda: True,
+    deadline: Deadline | None = None,
     sleep: Callable[[float], None] = time.sleep,
     rng: random.Random | None = None,
 ) -> _T:
@@ -255,7 +384,9 @@ def call_with_retries(
         request: Raises `StoreError` for what another try may change.
         policy: How long to keep trying.
         may_repeat: Which errors to repeat after; None for the retryable ones.
-        clock: Monotonic seconds.
+        has_answered: Whether the server is known to be one.
+        deadline: By which the last try must have ended; None for the policy's, from now on.
+            ``request`` is to ask it for its time-out.
         sleep: Called between attempts.
         rng: Source of the jitter.
 
@@ -264,18 +395,28 @@ def call_with_retries(
     """
     may_repeat = may_repeat or _if_retryable
     rng = rng or random.Random()
-    began = clock()
+    if deadline is None:
+        deadline = Deadline(policy.total_deadline_s)
+        deadline.spent_s()
     num_failures = 0
+    is_unanswered = False
     while True:
         try:
             return request()
-        except StoreError as error:
+        except CheckpointError as error:
+            is_unanswered = is_unanswered or not error.refused
+            error.refused = not is_unanswered
+            if not isinstance(error, StoreError):
+                raise
             num_failures += 1
             if not may_repeat(error):
                 raise
-            spent_s = clock() - began
+            spent_s = deadline.spent_s()
             delay_s = policy.delay_s(num_failures, rng.random(), error.retry_after_s)
-            if num_failures >= policy.max_attempts or spent_s + delay_s > policy.total_deadline_s:
+            most_s = policy.total_deadline_s
+            if error.unreachable and not has_answered():
+                most_s = min(most_s, policy.unreachable_s)
+            if num_failures >= policy.max_attempts or spent_s + delay_s >= most_s:
                 raise _given_up(error, num_failures, spent_s) from error
         sleep(delay_s)
 
@@ -290,11 +431,4 @@ def _if_throttled(error: StoreError) -> bool:
 
 def _given_up(error: StoreError, num_attempts: int, spent_s: float) -> StoreError:
     tries = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
-    return StoreError(
-        f"{error.message} (gave up after {tries} over {spent_s:.1f} s)",
-        key=error.key,
-        retryable=error.retryable,
-        throttled=error.throttled,
-        retry_after_s=error.retry_after_s,
-        denied=error.denied,
-    )
+    return error.said_as(f"{error.message} (gave up after {tries} over {spent_s:.1f} s)")

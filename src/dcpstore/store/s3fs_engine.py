@@ -7,18 +7,18 @@ of that, so every verb here is one S3 operation.
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fsspec.asyn import sync
-
-from dcpstore.errors import AlreadyExistsError, CheckpointError, NotFoundError
+from dcpstore.errors import AlreadyExistsError, NotFoundError
 from dcpstore.store.base import Capabilities, Fetched, IfMatch, ObjectInfo
-from dcpstore.store.error_map import Answer, Asked, from_answer, from_fsspec
-from dcpstore.store.fsspec_clients import FsspecClients
+from dcpstore.store.error_map import Answer, Asked, from_answer
+from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, sync_within
+from dcpstore.store.limits import StoreLimits, limits_of
 from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
-from dcpstore.store.retry import RetryPolicy
+from dcpstore.store.retry import Deadline, RetryPolicy, TimeLimit
 from dcpstore.store.s3fs_multipart import (
     MultipartUpload,
     S3Source,
@@ -31,7 +31,7 @@ from dcpstore.store.server_copy import CopyMode, Origin
 from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, with_either_mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from dcpstore.store.base import Buffer, Part, PutMode
     from dcpstore.store.location import Location
@@ -52,9 +52,11 @@ class S3fsStore:
     Args:
         location: The root.
         storage_options: s3fs's own options.
-        part_policy: How long to keep trying to send one part of `put_parts`, and to copy.
+        part_policy: How long a request may take, and how long to keep trying to send one part
+            of `put_parts`, and to copy.
         copy_part_bytes: Objects larger than this are copied in parts of this size, several
             beside one another. S3 copies no more than 5 GiB in one request.
+        limits: The most that the store takes; None for what is known of the scheme.
 
     Raises:
         ConfigError: If s3fs is missing or an option is unknown to it.
@@ -67,13 +69,17 @@ class S3fsStore:
         *,
         part_policy: RetryPolicy | None = None,
         copy_part_bytes: int = _COPY_PART_BYTES,
+        limits: StoreLimits | None = None,
     ) -> None:
         self._location = location
         self._options = dict(storage_options or {})
         self._part_policy = part_policy or RetryPolicy()
+        self._time = TimeLimit(self._part_policy)
         self._copy_part_bytes = copy_part_bytes
         self._clients = FsspecClients(location, self._options, _fixed_options(self._options))
         self._root = f"{location.prefix}/" if location.prefix else ""
+        self._given_limits = limits
+        self._limits = (limits or limits_of(location.scheme)).below(self._root)
 
     @property
     def url(self) -> str:
@@ -89,11 +95,18 @@ class S3fsStore:
             compare_and_swap="IfMatch" in known,
             parallel_parts=True,
             acknowledges_puts=True,
+            limits=self._limits,
         )
 
+    def within(self, most_s: float) -> S3fsStore:
+        """Return the same store for one request, which fails when so many seconds are over."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__, _time=self._time.within(most_s))
+        return view
+
     def get(self, key: str) -> Fetched:
-        """Fetch a whole object."""
-        answer, data = self._fetch(Asked("get", key, self.url), key)
+        """Fetch a whole object. Nobody knows its size before: it may take all the time there is."""
+        answer, data = self._fetch(Asked("get", key, self.url), key, self._time.left_s())
         return Fetched(data, answer.get("ETag") or None)
 
     def get_range(self, key: str, start: int, end: int) -> memoryview:
@@ -106,7 +119,7 @@ class S3fsStore:
             asked,
             start,
             end,
-            lambda: self._fetch(asked, key, Range=span)[1],
+            lambda: self._fetch(asked, key, self._time.reading_s(), Range=span)[1],
             lambda: self.head(key),
         )
 
@@ -121,11 +134,13 @@ class S3fsStore:
         """Store one object in one atomic request and return its ETag."""
         path, body = self._path(key), as_bytes_view(data)
         asked = Asked("put", key, self.url).under(mode)
+        self._limits.check_put(key, body.nbytes)
         whole = bytes(body)
 
         def send(mode: PutMode) -> dict[str, Any]:
-            condition = self._condition(asked, key, mode)
-            return self._call(asked, "put_object", Key=path, Body=whole, **condition)
+            more: dict[str, Any] = self._condition(asked, key, mode)
+            most_s = self._time.seconds(body.nbytes)
+            return self._call(asked, "put_object", most_s, Key=path, Body=whole, **more)
 
         return with_either_mark(mode, send).get("ETag") or None
 
@@ -133,7 +148,7 @@ class S3fsStore:
         self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
     ) -> str | None:
         """Store one large object from parts, several in flight, and return its ETag."""
-        stream = checked_parts(parts, part_bytes)
+        stream = checked_parts(parts, part_bytes, self._limits)
         held = [next(stream, memoryview(b""))]
         if held[0].nbytes < part_bytes:
             for _ in stream:  # raises: a part after a short one
@@ -143,7 +158,7 @@ class S3fsStore:
         try:
             with ThreadPoolExecutor(max_concurrency, "dcpstore-part") as pool:
                 sent = send_all(pool, upload.send, _chain(held, stream), max_concurrency)
-            return upload.complete(sent)
+            return upload.complete(sent, lambda: self.head(key))
         except BaseException:
             upload.abort()
             raise
@@ -164,12 +179,14 @@ class S3fsStore:
     ) -> None:
         """Let S3 copy an object, in parts if it is large."""
         source = S3Source(origin.location.bucket, origin.path(source_key))
-        copy_object(self._target(key), source, size_bytes, self._copy_part_bytes, mode)
+        target = self._target(key)
+        part_bytes = self._limits.part_bytes_for(size_bytes, self._copy_part_bytes)
+        copy_object(target, source, size_bytes, part_bytes, mode, lambda: self.head(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""
         asked = Asked("list", prefix, self.url)
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {}
         while True:
             page = self._call(asked, "list_objects_v2", Prefix=self._root + prefix, **more)
             for one in page.get("Contents", ()):
@@ -208,7 +225,13 @@ class S3fsStore:
         self._clients.close()
 
     def _target(self, key: str) -> S3Target:
-        return S3Target(self._call, self._part_policy, self.url, key, self._path(key))
+        def call(
+            asked: Asked, operation: str, deadline: Deadline, num_bytes: int, **more: Any
+        ) -> dict[str, Any]:
+            most_s = self._time.within(deadline.left_s()).seconds(num_bytes)
+            return self._call(asked, operation, most_s, **more)
+
+        return S3Target(call, self._part_policy, self.url, key, self._path(key))
 
     def _condition(self, asked: Asked, key: str, mode: PutMode) -> dict[str, str]:
         can = self.capabilities
@@ -229,34 +252,50 @@ class S3fsStore:
             return
         raise AlreadyExistsError(f"{asked}: the object exists already")
 
-    def _fetch(self, asked: Asked, key: str, **more: Any) -> tuple[dict[str, Any], memoryview]:
+    def _fetch(
+        self, asked: Asked, key: str, most_s: float, **more: Any
+    ) -> tuple[dict[str, Any], memoryview]:
         path = self._path(key)
 
         def call() -> tuple[dict[str, Any], memoryview]:
-            fs = self._clients.get()
-            answer, data = sync(
-                fs.loop, _get_object, fs, Bucket=self._location.bucket, Key=path, **more
+            fs, pause_s = self._clients.get(), self._time.seconds()
+            bucket = self._location.bucket
+            answer, data = sync_within(
+                most_s, fs, _get_object, fs, pause_s, Bucket=bucket, Key=path, **more
             )
             return answer, memoryview(data).toreadonly()
 
-        return _ask(asked, call)
+        return ask_fsspec(asked, call)
 
-    def _call(self, asked: Asked, operation: str, **more: Any) -> dict[str, Any]:
+    def _call(
+        self, asked: Asked, operation: str, most_s: float | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """Send one operation; without a time-out, it has that of a request without a body."""
+
         def call() -> dict[str, Any]:
             fs = self._clients.get()
-            answer: dict[str, Any] = fs.call_s3(operation, Bucket=self._location.bucket, **more)
+            answer: dict[str, Any] = sync_within(
+                self._time.seconds() if most_s is None else most_s,
+                fs,
+                fs._call_s3,  # noqa: SLF001 - its public form takes no time-out
+                operation,
+                Bucket=self._location.bucket,
+                **more,
+            )
             return answer
 
-        return _ask(asked, call)
+        return ask_fsspec(asked, call)
 
     def _path(self, key: str) -> str:
+        self._limits.check_key(key)
         return self._root + check_key(key)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._location, self._options, self._part_policy, self._copy_part_bytes)
+        policy, part_bytes = self._part_policy, self._copy_part_bytes
+        return _rebuild, (self._location, self._options, policy, part_bytes, self._given_limits)
 
 
 def _chain(held: list[memoryview], rest: Iterator[memoryview]) -> Iterator[memoryview]:
@@ -264,8 +303,13 @@ def _chain(held: list[memoryview], rest: Iterator[memoryview]) -> Iterator[memor
     yield from rest
 
 
-async def _get_object(fs: Any, **more: Any) -> tuple[dict[str, Any], bytes]:
-    answer = await fs._call_s3("get_object", **more)  # noqa: SLF001 - the body must be read on s3fs's own loop
+async def _get_object(fs: Any, pause_s: float, **more: Any) -> tuple[dict[str, Any], bytes]:
+    # The body must be read on s3fs's own loop.
+    asking = fs._call_s3("get_object", **more)  # noqa: SLF001
+    try:
+        answer = await asyncio.wait_for(asking, pause_s)
+    except asyncio.TimeoutError:
+        raise TimeoutError(f"no answer within {pause_s:.1f} s") from None
     async with answer["Body"] as body:
         return answer, await body.read()
 
@@ -279,7 +323,8 @@ def _fixed_options(options: Mapping[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "retries": {"max_attempts": 0},  # ours are jittered, shared and bounded
         "max_pool_connections": 128,  # botocore's 10 would queue what we send at once
-        "read_timeout": 60,
+        "connect_timeout": 10,
+        "read_timeout": 600,  # it also runs while a body is sent; ours counts the bytes
     }
     for name in ("request_checksum_calculation", "response_checksum_validation"):
         if name in _config_names():  # Ceph and others refuse checksum trailers
@@ -294,16 +339,17 @@ def _config_names() -> frozenset[str]:
     return frozenset(Config.OPTION_DEFAULTS)
 
 
-def _ask(asked: Asked, call: Callable[[], _T]) -> _T:
-    try:
-        return call()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise from_fsspec(asked, error) from error
-
-
 def _rebuild(
-    location: Location, options: dict[str, Any], part_policy: RetryPolicy, copy_part_bytes: int
+    location: Location,
+    options: dict[str, Any],
+    part_policy: RetryPolicy,
+    copy_part_bytes: int,
+    limits: StoreLimits | None,
 ) -> S3fsStore:
-    return S3fsStore(location, options, part_policy=part_policy, copy_part_bytes=copy_part_bytes)
+    return S3fsStore(
+        location,
+        options,
+        part_policy=part_policy,
+        copy_part_bytes=copy_part_bytes,
+        limits=limits,
+    )

@@ -16,7 +16,7 @@ from dcpstore.errors import AlreadyExistsError, StoreError
 from dcpstore.store.base import Store
 from dcpstore.store.location import Location
 from dcpstore.store.parts import check_key
-from dcpstore.store.retry import RetryPolicy, call_with_retries
+from dcpstore.store.retry import Deadline, RetryPolicy, call_with_retries
 
 __all__ = ["CopyMode", "Origin", "ServerCopies", "ServerCopy", "copy_with_retries", "server_copier"]
 
@@ -100,10 +100,17 @@ def server_copier(source: Store, target: Store) -> ServerCopy | None:
     return copy
 
 
-def copy_with_retries(request: Callable[[], None], policy: RetryPolicy) -> None:
+def copy_with_retries(
+    request: Callable[[], None], policy: RetryPolicy, deadline: Deadline | None = None
+) -> None:
     """Repeat a copy on any retryable error: the same bytes land twice.
 
     A copy that must create finds its own object where an answer was lost: that is a success.
+
+    Args:
+        request: Copies, and asks the deadline, if there is one, for its time-out.
+        policy: How long to keep trying.
+        deadline: By which the last try must have ended; None for the policy's, from now on.
 
     Raises:
         AlreadyExistsError: If the object was there at the first try.
@@ -121,7 +128,7 @@ def copy_with_retries(request: Callable[[], None], policy: RetryPolicy) -> None:
             maybe_done = maybe_done or (error.retryable and not error.throttled)
             raise
 
-    call_with_retries(once, policy)
+    call_with_retries(once, policy, deadline=deadline)
 
 
 def _origin_of(store: Store) -> Origin | None:

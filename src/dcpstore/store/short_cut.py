@@ -44,7 +44,13 @@ class ShortCut(Protocol):
     """Gets ranges where obstore need not."""
 
     def fetch(
-        self, client: Any, path: str, asked: Asked, start: int, destination: Destination
+        self,
+        client: Any,
+        path: str,
+        asked: Asked,
+        start: int,
+        destination: Destination,
+        timeout_s: float,
     ) -> bool:
         """Receive a range into its destination; False if the engine has to do it instead."""
 
@@ -52,20 +58,34 @@ class ShortCut(Protocol):
         """Let go of connections."""
 
 
-def open_short_cut(location: Location, settings: ObstoreSettings) -> ShortCut | None:
-    """Return the short cut for a location; None if there is none."""
+def open_short_cut(
+    location: Location, settings: ObstoreSettings, pause_s: float
+) -> ShortCut | None:
+    """Return the short cut for a location; None if there is none.
+
+    Args:
+        location: The root.
+        settings: Translated options.
+        pause_s: How long a server may be silent.
+    """
     if location.scheme == "file":
         return _Files()
     if location.scheme == "s3" and _is_plain_http(settings):
-        return _SignedUrls(settings.client_options)
+        return _SignedUrls(settings.client_options, pause_s)
     return None
 
 
 class _Files:
     def fetch(
-        self, client: Any, path: str, asked: Asked, start: int, destination: Destination
+        self,
+        client: Any,
+        path: str,
+        asked: Asked,
+        start: int,
+        destination: Destination,
+        timeout_s: float,
     ) -> bool:
-        del client, asked
+        del client, asked, timeout_s
         try:
             with Path(f"/{path}").open("rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_size < start + destination.num_bytes:
@@ -91,8 +111,8 @@ def _read_exactly(file: FileIO, piece: memoryview) -> bool:
 
 
 class _SignedUrls:
-    def __init__(self, client_options: Mapping[str, Any]) -> None:
-        given = {"connect_timeout": "10s", "read_timeout": "60s", **client_options}
+    def __init__(self, client_options: Mapping[str, Any], pause_s: float) -> None:
+        given = {"connect_timeout": "10s", "read_timeout": f"{pause_s}s", **client_options}
         self._ranges = HttpRanges(
             connect_timeout_s=_seconds(given["connect_timeout"]),
             read_timeout_s=_seconds(given["read_timeout"]),
@@ -100,12 +120,18 @@ class _SignedUrls:
         self._num_detours = 0
 
     def fetch(
-        self, client: Any, path: str, asked: Asked, start: int, destination: Destination
+        self,
+        client: Any,
+        path: str,
+        asked: Asked,
+        start: int,
+        destination: Destination,
+        timeout_s: float,
     ) -> bool:
         if self._num_detours >= _MOST_DETOURS:  # a server that refuses signed URLs
             return False
         url = obstore.sign(client, "GET", path, _SIGNED_FOR)
-        if self._ranges.fetch(url, asked, start, destination):
+        if self._ranges.fetch(url, asked, start, destination, timeout_s):
             self._num_detours = 0
             return True
         self._num_detours += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, TypeVar
 
 from dcpstore.errors import (
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
     from dcpstore.store.base import ObjectInfo, PutMode
     from dcpstore.store.error_map import Asked
 
-__all__ = ["check_length", "compare_etag", "deletes_failed", "with_either_mark"]
+__all__ = ["Publication", "check_length", "compare_etag", "deletes_failed", "with_either_mark"]
 
 _T = TypeVar("_T")
+_NUM_PARTS = re.compile(r'-(\d+)"?$')  # the end of a multipart object's ETag
+_MOST_SKEW = timedelta(minutes=15)  # between clocks: S3 refuses requests that are further off
 
 
 def check_length(
@@ -92,8 +96,9 @@ def with_either_mark(mode: PutMode, send: Callable[[PutMode], _T]) -> _T:
     """Put; where a quoted ETag is refused, try the bare one before calling it a conflict.
 
     Ceph 16 compares the header as sent with an ETag that it keeps without quotes, so
-    the form that its own answers give never matches. A refusal has changed nothing,
-    and a mark that is truly stale is refused twice.
+    the form that its own answers give never matches. A mark that is truly stale is refused
+    twice. Neither refusal proves that nothing was put, where a proxy sends requests again:
+    the caller has to read back.
     """
     try:
         return send(mode)
@@ -103,16 +108,45 @@ def with_either_mark(mode: PutMode, send: Callable[[PutMode], _T]) -> _T:
         return send(IfMatch(mode.etag.strip('"')))
 
 
+class Publication:
+    """What became of an upload whose completion was not answered, or was refused when repeated.
+
+    A repeated completion that finds no upload (404) may mean that the first one took effect, or
+    that somebody aborted the upload. Which, the object tells: one of the upload's size and
+    number of parts, stored since it began, is the upload's. Data objects have names that nobody
+    else puts; the times keep a file that was to be replaced from being taken for the new one.
+    """
+
+    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(timezone.utc)) -> None:
+        self._since = now() - _MOST_SKEW
+
+    def settle(
+        self,
+        error: CheckpointError,
+        head: Callable[[], ObjectInfo],
+        num_bytes: int,
+        num_parts: int,
+    ) -> str | None:
+        """Return the object's ETag if it is there; else raise what the completion raised."""
+        if not isinstance(error, NotFoundError) and not getattr(error, "retryable", False):
+            raise error
+        try:
+            found = head()
+        except CheckpointError:
+            raise error from None
+        parts = _NUM_PARTS.search(found.etag or "")
+        if (
+            found.size_bytes != num_bytes
+            or (parts is not None and int(parts[1]) != num_parts)
+            or (found.modified is not None and found.modified < self._since)
+        ):
+            raise error
+        return found.etag
+
+
 def deletes_failed(cause: CheckpointError, num_left: int, num_keys: int) -> StoreError:
     """Say how many deletes failed; what `cause` says of retries holds for all."""
     message = f"up to {num_left} of {num_keys} deletes failed, first: {cause.message}"
     if not isinstance(cause, StoreError):
         return StoreError(message)
-    return StoreError(
-        message,
-        key=cause.key,
-        retryable=cause.retryable,
-        throttled=cause.throttled,
-        retry_after_s=cause.retry_after_s,
-        denied=cause.denied,
-    )
+    return cause.said_as(message)

@@ -289,7 +289,9 @@ def _failure(fault: StoreFault, verb: str, key: str) -> StoreError:
     if fault.kind in ("crash", "crash_after"):
         return Crashed(f"{asked}: the process crashes here (scripted)", key=key)
     if fault.kind == "denied":
-        return StoreError(f"{asked} failed: access is denied (scripted)", key=key, denied=True)
+        return StoreError(
+            f"{asked} failed: access is denied (scripted)", key=key, denied=True, refused=True
+        )
     if fault.kind == "throttle":
         return StoreError(
             f"{asked} failed: 503 SlowDown (scripted)",
