@@ -41,6 +41,9 @@ from dcpstore.writer import ObjectStoreWriter
 
 __all__ = ["save"]
 
+_WRITE = "write"
+_SEAL = "seal"
+
 
 def save(
     state_dict: Mapping[str, Any],
@@ -59,7 +62,10 @@ def save(
     """Save a state dict. All ranks of the group call it; collective.
 
     If any rank fails, every rank raises, before the deadline, naming each failing rank and
-    its cause; nothing is sealed, and every rank deletes what it wrote.
+    its cause. If it failed before the last step, nothing is sealed, and every rank deletes what
+    it wrote. In the last step (``seal``) the coordinator may have sealed the checkpoint although
+    a rank fails, itself included: the error then says that it may be sealed, and nothing is
+    deleted.
 
     Args:
         state_dict: Nested; its ``Stateful`` values are asked for their state.
@@ -91,8 +97,7 @@ def save(
             try:
                 return job.run(state_dict, meter)
             except RankFailures as failures:
-                if isinstance(writer, ObjectStoreWriter) and _is_surely_unsealed(failures, group):
-                    writer.sweep_unsealed()
+                job.clean_up(failures)
                 raise
 
 
@@ -117,20 +122,6 @@ def _writer(
     if url is not None:
         writer.reset(url)
     return writer
-
-
-def _is_surely_unsealed(failures: RankFailures, group: RankGroup) -> bool:
-    """Tell whether nobody can have sealed, or may yet seal, the checkpoint.
-
-    All ranks agree that a step failed, and nobody seals before the last one. But ranks that
-    lost the board agree on nothing, and a seal that broke off may still be under way.
-    """
-    if isinstance(failures.__cause__, BoardLostError):
-        return False
-    if failures.step != "seal":
-        return True
-    error = failures.exceptions.get(group.coordinator)
-    return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknownError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +151,8 @@ class _SaveJob:
         succeeded = False
         try:
             with self._phases.phase("write"):
-                written = steps.gather(self._group, "write", lambda: self._write(agreed.plan))
-            result = steps.broadcast(self._group, "seal", lambda: self._seal(agreed, written or []))
+                written = steps.gather(self._group, _WRITE, lambda: self._write(agreed.plan))
+            result = steps.broadcast(self._group, _SEAL, lambda: self._seal(agreed, written or []))
             succeeded = True
         finally:
             agreed.settle(succeeded)
@@ -196,12 +187,40 @@ class _SaveJob:
         stats = getattr(self._writer, "last_write", None)
         return _Share(results, stats if isinstance(stats, WriteStats) else WriteStats())
 
+    def clean_up(self, failures: RankFailures) -> None:
+        """Delete what this rank wrote in a save that failed, if it is certain what became of it.
+
+        Raises:
+            RankFailures: The same, which says that the checkpoint may be there all the same.
+        """
+        lost_board = isinstance(failures.__cause__, BoardLostError)
+        if failures.step == _SEAL:
+            error = failures.exceptions.get(self._group.coordinator)
+            if isinstance(error, CheckpointError) and not isinstance(error, CommitUnknownError):
+                return  # the coordinator knows that nothing was sealed, and deleted everything
+        elif not (lost_board and failures.step == _WRITE):
+            # All ranks agree that a step failed before which nobody seals.
+            if isinstance(self._writer, ObjectStoreWriter):
+                self._writer.sweep_unsealed(seal_begun=False)
+            return
+        url = str(getattr(self._writer, "checkpoint_id", ""))
+        raise failures.noting(
+            f"The checkpoint may be sealed all the same: `dcpstore show {url}` prints the id of the"
+            " save that is there, and when it was made. Nothing was deleted"
+        ) from failures.__cause__
+
     def _seal(self, agreed: AgreedPlan, shares: Sequence[_Share]) -> SaveResult:
         assert agreed.make_metadata is not None
+        results = [share.results for share in shares]
         with self._phases.phase("seal"):
-            with collector_paused():
-                metadata = agreed.make_metadata()
-            self._writer.finish(metadata, [share.results for share in shares])
+            try:
+                with collector_paused():
+                    metadata = agreed.make_metadata()
+            except BaseException:
+                if isinstance(self._writer, ObjectStoreWriter):
+                    self._writer.discard(results)
+                raise
+            self._writer.finish(metadata, results)
         stats = [share.stats for share in shares]
         return SaveResult(
             url=str(getattr(self._writer, "checkpoint_id", "")),

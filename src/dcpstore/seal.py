@@ -22,7 +22,8 @@ from typing import Any
 import crc32c
 
 from dcpstore.errors import CorruptError, NotFoundError
-from dcpstore.keys import check_relative, manifest_key
+from dcpstore.format.json_text import check_natural, parse_json
+from dcpstore.keys import check_relative, is_save_id, manifest_key
 from dcpstore.ranges import ByteRange
 from dcpstore.store.base import Store
 
@@ -54,9 +55,8 @@ class Seal:
     manifest_key: str | None = None
 
     def __post_init__(self) -> None:
-        numbers = (self.manifest_bytes, self.manifest_crc32c, self.pickle_bytes, self.pickle_crc32c)
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise ValueError(f"lengths and checksums are natural numbers, not {numbers}")
+        for name in ("manifest_bytes", "manifest_crc32c", "pickle_bytes", "pickle_crc32c"):
+            check_natural(getattr(self, name))
         if self.manifest_key not in (None, manifest_key(self.save_id)):
             raise ValueError(f"{self.manifest_key} is no manifest of save {self.save_id}")
 
@@ -134,10 +134,12 @@ def read_seal(data: memoryview) -> Seal | None:
 
 def _parse(data: memoryview, start: int) -> Seal:
     try:
-        fields = dict(json.loads(bytes(data[start : -_TAIL.size])))
+        fields = dict(parse_json(data[start : -_TAIL.size]))
         own_crc = fields.pop(_OWN_CRC, None)
         seal = Seal(**fields)
-    except (ValueError, TypeError, RecursionError) as error:
+        if not is_save_id(seal.save_id):
+            raise ValueError(f"the save id {seal.save_id!r:.60} is not 16 hex digits")
+    except (ValueError, TypeError) as error:
         raise CorruptError(
             f"the footer of the metadata is damaged: {error!r}", start=start, end=len(data)
         ) from error

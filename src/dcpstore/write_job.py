@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,13 +17,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcpstore import keys
 from dcpstore.collector import collector_paused
 from dcpstore.config import WriteConfig
-from dcpstore.errors import IncompatibleError
+from dcpstore.errors import ConfigError, IncompatibleError
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.copying import copy_bytes_out, payload_bytes
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.record import plan_record
 from dcpstore.format.tensors import encode_opaque, is_freed, is_plain, to_plain
 from dcpstore.manifest import DataObject, ItemKind, StoredItem
+from dcpstore.planners.values import ValueRecord, refused_names
 from dcpstore.planning.pack import plan_objects, plan_part_bytes
 from dcpstore.progress import Meter
 from dcpstore.ranges import ByteRange
@@ -31,8 +33,11 @@ from dcpstore.upload import ObjectStream, Uploads
 
 __all__ = ["WriteJob", "WriteStats", "Written"]
 
+logger = logging.getLogger(__name__)
+
 _RECORD_OVERHEAD_BYTES = 700  # for packing only; the true size is known when it is written
 _SCRATCH_BYTES = 1 << 20
+_MARGIN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,15 @@ class _Draft:
     index: MetadataIndex
     item: StoredItem
     checksummer: BlockChecksummer
+    encoded: tuple[StoredItem, BlockChecksummer] | None = None
+
+    def finish(self) -> StoredItem:
+        """Return the item with its checksums, once its object is complete."""
+        item = replace(self.item, checksums=self.checksummer.finish())
+        if self.encoded is None:
+            return item
+        encoded, checksummer = self.encoded
+        return replace(item, encoded=replace(encoded, checksums=checksummer.finish()))
 
 
 @dataclass(slots=True)
@@ -97,6 +111,7 @@ class WriteJob:
         self._save_id = save_id
         self._meter = meter or Meter("save")
         self._inline_bytes = 0
+        self._refused: dict[str, list[str]] = {}
         self.keys: list[str] = []
         """Every key that this job may have put."""
         self.stats = WriteStats()
@@ -106,9 +121,12 @@ class WriteJob:
         drafts: list[_Draft] = []
         sizes = [_expected_bytes(item) for item in items]
         objects = plan_objects(sizes, self._config.object_bytes)
+        if objects:  # the last key is the longest
+            last = keys.data_key(rank or 0, len(objects) - 1, self._save_id)
+            self._store.capabilities.limits.check_key(last)
         uploads = Uploads(
             self._store,
-            self._sized_for(sum(sizes), len(objects)),
+            self._sized_for(items, sizes, objects),
             pin=torch.cuda.is_available(),
             meter=self._meter,
             lends=getattr(self._planner, "keeps_tensors", True),
@@ -127,43 +145,101 @@ class WriteJob:
             stored_bytes=sum(stored.size_bytes for stored in uploads.objects.values()),
             peak_bytes=uploads.peak_bytes,
         )
+        self._warn_of_refused()
         with collector_paused():
             return [self._result(draft, uploads.objects[draft.item.key]) for draft in drafts]
 
-    def _sized_for(self, total_bytes: int, num_objects: int) -> WriteConfig:
-        part_bytes = plan_part_bytes(
-            total_bytes,
-            num_objects,
+    def _sized_for(
+        self, items: Sequence[WriteItem], sizes: Sequence[int], objects: Sequence[Sequence[int]]
+    ) -> WriteConfig:
+        """Choose the size of parts: even, and as large as the largest object needs.
+
+        Raises:
+            ConfigError: If the store or the budget is too small for an item.
+        """
+        usual_bytes = plan_part_bytes(
+            sum(sizes),
+            len(objects),
             max_parts=self._config.max_uploads,
             most_bytes=self._config.part_bytes,
         )
+        largest = max(objects, key=lambda one: sum(sizes[at] for at in one), default=())
+        num_bytes = sum(sizes[at] for at in largest)
+        num_bytes += num_bytes // _MARGIN  # the rest of the records, and what transforms add
+        most_bytes = self._config.budget_bytes // 2
+        try:
+            part_bytes = self._store.capabilities.limits.part_bytes_for(num_bytes, usual_bytes)
+            if part_bytes > most_bytes and part_bytes > usual_bytes:
+                raise ConfigError(
+                    f"it needs parts of {part_bytes} bytes, of which budget_bytes must hold two,"
+                    f" and it is {self._config.budget_bytes}. Raise it"
+                )
+        except ConfigError as error:
+            name = items[max(largest, key=sizes.__getitem__)].index.fqn
+            raise ConfigError(
+                f"{name!r} cannot be saved at {self._store.url}: {error.message}; or save it in"
+                " chunks, with dcpstore.SavePlanner(max_item_bytes=...) or in shards"
+            ) from error
         return replace(self._config, part_bytes=part_bytes)
 
     def _result(self, draft: _Draft, stored: DataObject) -> WriteResult:
-        item = replace(draft.item, checksums=draft.checksummer.finish())
+        item = draft.finish()
         return WriteResult(draft.index, item.record.num_bytes, Written(item, stored))
 
     def _write(self, stream: ObjectStream, write_item: WriteItem) -> _Draft:
         checksummer = BlockChecksummer(self._config.checksum_block_bytes)
         data = self._planner.resolve_data(write_item)
-        if write_item.type == WriteItemType.BYTE_IO:
-            item = self._write_value(stream, checksummer, data)
-        else:
+        if write_item.type != WriteItemType.BYTE_IO:
             item = self._write_tensor(stream, checksummer, _check_tensor(write_item, data))
-        return _Draft(write_item.index, item, checksummer)
-
-    def _write_value(
-        self, stream: ObjectStream, checksummer: BlockChecksummer, data: object
-    ) -> StoredItem:
+            return _Draft(write_item.index, item, checksummer)
         if not isinstance(data, io.BytesIO):
             raise IncompatibleError(
                 "the planner's resolve_data gave"
                 f" {type(data).__name__} for a value; DCP's contract is an io.BytesIO"
             )
         content = data.getbuffer()
+        item = self._write_value(stream, checksummer, content, "bytes")
+        if not isinstance(data, ValueRecord):
+            self._note_refused(write_item.index.fqn, content)
+            return _Draft(write_item.index, item, checksummer)
+        if data.encoded is None:
+            return _Draft(write_item.index, item, checksummer)
+        second = BlockChecksummer(self._config.checksum_block_bytes)
+        encoded = self._write_value(stream, second, memoryview(data.encoded), "value")
+        return _Draft(write_item.index, item, checksummer, (encoded, second))
+
+    def _write_value(
+        self,
+        stream: ObjectStream,
+        checksummer: BlockChecksummer,
+        content: memoryview,
+        kind: ItemKind,
+    ) -> StoredItem:
         if self._extensions:
-            return self._write_transformed(stream, checksummer, [content], "bytes", ())
-        return self._write_whole(stream, checksummer, content, "bytes", ())
+            return self._write_transformed(stream, checksummer, [content], kind, ())
+        return self._write_whole(stream, checksummer, content, kind, ())
+
+    def _note_refused(self, fqn: str, record: memoryview) -> None:
+        """Note a value of another planner that the default load will not open."""
+        names = refused_names(record)
+        if names:
+            self._refused[fqn] = names
+
+    def _warn_of_refused(self) -> None:
+        if not self._refused:
+            return
+        shown = ", ".join(
+            f"{fqn!r} ({', '.join(names[:3])})" for fqn, names in list(self._refused.items())[:10]
+        )
+        more = f" and {len(self._refused) - 10} more" if len(self._refused) > 10 else ""
+        logger.warning(
+            "%s: the planner pickled values that a load opens only with allow_pickle=True:"
+            " %s%s. Save with dcpstore.SavePlanner, which stores many of them without pickle and"
+            " refuses the others before anything is written",
+            self._store.url,
+            shown,
+            more,
+        )
 
     def _write_tensor(
         self, stream: ObjectStream, checksummer: BlockChecksummer, tensor: torch.Tensor

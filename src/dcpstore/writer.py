@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,13 +30,9 @@ from torch.futures import Future
 
 from dcpstore import keys
 from dcpstore.collector import collector_paused
-from dcpstore.commit import Found, Sealer, probe, sweep
+from dcpstore.commit import Found, Proof, Sealer, probe, prove_superseded, sweep
 from dcpstore.config import WriteConfig
-from dcpstore.errors import (
-    CheckpointError,
-    CommitUnknownError,
-    IncompatibleError,
-)
+from dcpstore.errors import CheckpointError, IncompatibleError
 from dcpstore.folder import Folder
 from dcpstore.look import Look
 from dcpstore.manifest import ItemId, Manifest, StoredItem, encode
@@ -79,6 +76,8 @@ class ObjectStoreWriter(StorageWriter):
         config: Sizes, bounds and retries.
         extensions: DCP stream transforms, such as compression, applied to every item.
         store_opener: Opens the store; tests pass one that injects faults.
+        sleep: Waits between attempts to seal, in seconds.
+        clock: Monotonic seconds, for the deadline of the seal.
 
     Raises:
         ConfigError: If the URL or an option cannot be honoured.
@@ -93,12 +92,16 @@ class ObjectStoreWriter(StorageWriter):
         config: WriteConfig | None = None,
         extensions: Sequence[Any] = (),
         store_opener: Callable[..., Store] = open_store,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self._config = config or WriteConfig()
         self._folder = Folder(url, storage_options, self._config, store_opener)
         self._overwrite = overwrite
         self._extensions = tuple(extensions)
+        self._sleep = sleep
+        self._clock = clock
         self._meter: Meter | None = None
         self._begin()
 
@@ -114,6 +117,7 @@ class ObjectStoreWriter(StorageWriter):
         self._look: Look | None = None
         self._found: Found | None = None
         self._keys: list[str] = []
+        self._is_seal_begun = False
         self.last_write: WriteStats | None = None
         """What the last `write_data` of this rank did; None before it."""
 
@@ -123,6 +127,8 @@ class ObjectStoreWriter(StorageWriter):
             "_folder": self._folder,
             "_overwrite": self._overwrite,
             "_extensions": self._extensions,
+            "_sleep": self._sleep,
+            "_clock": self._clock,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -223,7 +229,8 @@ class ObjectStoreWriter(StorageWriter):
         try:
             results = job.run(plan.items, self._rank if rank is None else rank)
         except BaseException:
-            sweep(store, job.keys, why="this failed save")
+            # The coordinator seals only once every rank has written.
+            sweep(store, job.keys, Proof.NOT_BEGUN, why="this failed save")
             raise
         self._keys = job.keys
         self.last_write = job.stats
@@ -241,25 +248,37 @@ class ObjectStoreWriter(StorageWriter):
             CommitUnknownError: If it cannot be found out whether the seal took place.
         """
         store = self._folder.open()
-        flat = [result for rank_results in results for result in rank_results]
-        made = {result.storage_data.object.key for result in flat}
+        sealer = Sealer(
+            store,
+            self._metadata_key,
+            self._found,
+            self._config,
+            sleep=self._sleep,
+            clock=self._clock,
+        )
+        made = _keys_of(results)
         try:
             with collector_paused():
+                flat = [result for rank_results in results for result in rank_results]
                 pickled, manifest = self._describe(metadata, flat)
-        except BaseException:
-            sweep(store, made, why="this failed save")
-            raise
-        sealer = Sealer(store, self._metadata_key, self._found, self._config)
-        try:
+            self._is_seal_begun = True
             sealer.put_sealed(self._save_id, pickled, manifest)
-        except CommitUnknownError:
-            raise
-        except CheckpointError:
-            sweep(store, {*made, *sealer.made}, why="this failed save")
+        except BaseException:
+            if sealer.proof is not None:
+                sweep(store, {*made, *sealer.made}, sealer.proof, why="this failed save")
+                self._keys = []
             raise
         self._keys = []
         if self._found is not None and self._config.sweep:
             self._sweep_old(store, self._found, keep={*made, *sealer.made, self._metadata_key})
+
+    def discard(self, results: list[list[WriteResult]]) -> None:
+        """Delete what all ranks wrote in a save that is given up before `finish`. Coordinator only.
+
+        Args:
+            results: What `finish` would have been given.
+        """
+        sweep(self._folder.open(), _keys_of(results), Proof.NOT_BEGUN, why="this failed save")
 
     def _sweep_old(self, store: Store, old: Found, *, keep: set[str]) -> None:
         try:
@@ -271,31 +290,52 @@ class ObjectStoreWriter(StorageWriter):
                 error,
             )
         else:
-            sweep(store, doomed, why="the overwritten checkpoint")
+            sweep(store, doomed, Proof.REPLACED, why="the overwritten checkpoint")
 
-    def sweep_unsealed(self) -> Sequence[str]:
+    def sweep_unsealed(self, *, seal_begun: bool = True) -> Sequence[str]:
         """Delete what this rank wrote in a save that failed elsewhere. Any rank.
 
         DCP does not tell the other ranks' writers that a save failed, so their objects
-        stay behind, unsealed and unreachable. Does nothing if the save was sealed after
-        all.
+        stay behind. They are deleted if it is certain that no checkpoint refers to them, nor
+        can come to: on the coordinator, if the save failed before `finish`; on any rank, if
+        another checkpoint is there by now which the store does not let a late put of this save
+        replace. Otherwise they stay, and ``dcpstore prune`` removes them once they are a day
+        old. Does nothing if the save was sealed after all.
+
+        Args:
+            seal_begun: False if you know that no rank entered `finish`, as when `write_data`
+                failed on one of them: then everything is deleted.
 
         Returns:
-            Keys that could not be deleted.
+            Keys that stay.
         """
         if not self._keys:
             return ()
         store = self._folder.open()
-        doomed = set(self._keys)
-        try:
-            found = probe(store, self._metadata_key, denied_is_absent=False)
-            if found is not None:
-                doomed -= keys_named_in(store, found.data, key=self._metadata_key)
-        except CheckpointError as error:
-            logger.warning("%s: cannot tell what is sealed; nothing deleted (%s)", store.url, error)
+        leads = self._is_coordinator or not self._use_collectives
+        proof: Proof | None = None
+        if not seal_begun or (leads and not self._is_seal_begun):
+            proof = Proof.NOT_BEGUN
+        else:
+            try:
+                now = probe(store, self._metadata_key, denied_is_absent=False)
+                named = keys_named_in(store, now.data, key=self._metadata_key) if now else set()
+            except CheckpointError as error:
+                logger.warning(
+                    "%s: cannot tell what is sealed; nothing deleted (%s)", store.url, error
+                )
+                return self._keys
+            if not named.isdisjoint(self._keys):
+                stay, self._keys = set(self._keys) - named, []
+                return tuple(sorted(stay))
+            # Without overwrite the coordinator can only create, whatever it found. With it, what
+            # is to be replaced only the coordinator knows.
+            if leads or not self._overwrite:
+                proof = prove_superseded(store, self._found if leads else None, now)
+        if proof is None:
             return self._keys
-        self._keys = []
-        return sweep(store, doomed, why="a failed save")
+        doomed, self._keys = self._keys, []
+        return sweep(store, doomed, proof, why="a failed save")
 
     def _describe(self, metadata: Metadata, results: Sequence[WriteResult]) -> tuple[bytes, bytes]:
         """Return the pickled metadata and the encoded manifest; ``metadata`` is completed."""
@@ -331,6 +371,11 @@ class ObjectStoreWriter(StorageWriter):
 @dataclass(frozen=True, slots=True)
 class _RankNumber:
     rank: int
+
+
+def _keys_of(results: Sequence[Sequence[WriteResult]]) -> set[str]:
+    """Return the keys of all data objects that ranks wrote."""
+    return {one.storage_data.object.key for rank_results in results for one in rank_results}
 
 
 def _merge(results: Sequence[WriteResult]) -> dict[MetadataIndex, Written]:

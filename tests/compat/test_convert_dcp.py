@@ -257,6 +257,31 @@ def test_a_copy_that_reads_back_differently_is_not_sealed(tmp_path, state, write
     assert_same(load(state, tmp_path / "b"), state)
 
 
+def test_a_copy_whose_seal_was_not_answered_deletes_nothing(tmp_path, state) -> None:
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    inner = open_store(tmp_path / "b")
+    script = [
+        StoreFault("lost_ack", "put", ".metadata"),
+        StoreFault("denied", "get", ".metadata", at=1, times=None),
+    ]
+    target = FaultyStore(inner, script)
+    with (
+        dcpstore.open_checkpoint(tmp_path / "a") as checkpoint,
+        pytest.raises(RankFailures, match="No object was deleted"),
+    ):
+        mirror(
+            SingleGroup(10),
+            MirrorOfStock(checkpoint, target),
+            checkpoint.store,
+            target,
+            shares=share_budget(32 * MIB),
+            meter=Meter("copy"),
+            overwrite=False,
+            verify=False,
+        )
+    assert_same(load(state, tmp_path / "b"), state)
+
+
 def test_safetensors_files_are_for_another_converter(tmp_path) -> None:
     from safetensors.torch import save_file
 

@@ -84,7 +84,7 @@ class Bomb:
         if self.kind == "interrupt":
             raise Interrupted(text)
         if self.kind == "denied":
-            raise StoreError(f"403: {text}", key="somewhere", denied=True)
+            raise StoreError(f"403: {text}", key="somewhere", denied=True, refused=True)
         if self.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         with self.away(rank):

@@ -6,12 +6,14 @@ import dataclasses
 import io
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dcpstore
 from dcpstore.audit.leftovers import Leftovers, Rules, find_in, find_leftovers
@@ -19,7 +21,7 @@ from dcpstore.audit.leftovers import Place as Found
 from dcpstore.audit.removal import Pruned, prune, remove
 from dcpstore.audit.verify import verify_checkpoint
 from dcpstore.cli.main import main
-from dcpstore.errors import ConfigError, StoreError
+from dcpstore.errors import ConfigError, NotFoundError, StoreError
 from dcpstore.store import ObjectInfo, Store, open_store
 from dcpstore.testing import Fault, FaultyStore, RecordingStore, StoreFault
 from faults.places import APART, HERE, Place
@@ -290,6 +292,28 @@ def test_metadata_that_a_listing_does_not_show_yet_count():
     assert not find(FaultyStore(store, stale_keys=[".metadata"])).removable
 
 
+def test_metadata_that_were_listed_and_are_then_not_found_keep_their_folder():
+    store = shared_memory()
+    save_into(store, 1)
+    sealed = keys_of(store)
+
+    class ForgetsOnce(FaultyStore):
+        has_forgotten = False
+
+        def get(self, key: str) -> Any:
+            if key.endswith(".metadata") and not self.has_forgotten:
+                self.has_forgotten = True
+                raise NotFoundError("404 (scripted)")
+            return super().get(key)
+
+    with place_of(ForgetsOnce(store)) as at:
+        found = find_in(at, LATER, in_two_days)
+        assert not found.removable
+        assert "was listed, and then not found" in reasons(found)
+        assert not remove(at, found).removed
+    assert keys_of(store) == sealed
+
+
 def seal_alone(store: Store, rank: int) -> None:
     """Save as one rank of ``use_collectives=False`` does."""
     writer = dcpstore.ObjectStoreWriter("memory://prune", store_opener=lambda *_a, **_o: store)
@@ -353,6 +377,64 @@ def test_metadata_that_cannot_be_read_any_more_stop_the_deletion():
     assert not pruned.removed
     assert "nothing was deleted" in str(pruned.failed[0][1])
     assert keys_of(store) == {DATA}
+
+
+# --- saves that crash, and saves in flight ---------------------------------------------
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_whatever_a_crashed_save_leaves_is_removed_once_it_is_old_enough(is_overwrite):
+    has_removed = False
+    for number in range(20):
+        store = shared_memory()
+        if is_overwrite:
+            save_into(store, 1)
+        dying = FaultyStore(store, [StoreFault("crash_after", at=number)])
+        with suppress(CheckpointException):
+            save_into(dying, 2, overwrite=is_overwrite, object_bytes=1)
+        left = keys_of(store)
+        assert not find(store, clock=time.time).removable, "it may still be running"
+        with place_of(store) as at:
+            pruned = remove(at, find_in(at, LATER, in_two_days))
+        assert not pruned.failed
+        has_removed |= bool(pruned.removed)
+        if ".metadata" in left:
+            verified = verify_checkpoint("memory://prune", store_opener=lambda *_a, **_o: store)  # noqa: B023
+            assert verified.is_sound
+        else:
+            assert keys_of(store) == set()
+        assert find(store).removable == ()
+        if not dying.is_dead:
+            break
+    assert has_removed
+    assert not dying.is_dead, "every request of the save was tried"
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_pruning_at_any_request_of_a_save_takes_nothing_that_it_needs(is_overwrite):
+    """The save has run for most of a day, and somebody prunes before each of its requests."""
+
+    class Pruning(FaultyStore):
+        num_pruned = 0
+
+        def _take(self, verb: str, key: str) -> Any:
+            with place_of(store) as at:
+                self.num_pruned += 1
+                assert not remove(at, find_in(at, LATER, almost_a_day_later)).removed
+            return super()._take(verb, key)
+
+    def almost_a_day_later() -> float:
+        return time.time() + DAY_S - 60
+
+    store = shared_memory()
+    if is_overwrite:
+        save_into(store, 1)
+    pruning = Pruning(store)
+    save_into(pruning, 2, overwrite=is_overwrite, object_bytes=1)
+    assert pruning.num_pruned >= 3
+    found = verify_checkpoint("memory://prune", store_opener=lambda *_a, **_o: store)
+    assert found.is_sound
+    assert not find(store).removable
 
 
 # --- stores that refuse --------------------------------------------------------------

@@ -13,6 +13,7 @@ from dcpstore.errors import (
     AlreadyExistsError,
     CheckpointError,
     CommitUnknownError,
+    ConfigError,
     ConflictError,
     IncompatibleError,
     StoreError,
@@ -20,7 +21,13 @@ from dcpstore.errors import (
 from dcpstore.store.base import IfMatch
 from dcpstore.testing import Fault, FaultyStore, StoreFault
 from faults.places import APART, HERE, Backend, Place, save_ids
-from faults.ranks import plan_on_ranks, rank_state, save_on_ranks, write_on_ranks
+from faults.ranks import (
+    loaded_rank_step,
+    plan_on_ranks,
+    rank_state,
+    save_on_ranks,
+    write_on_ranks,
+)
 from faults.states import failing, loaded_step, save, state_at
 
 both_layouts = pytest.mark.parametrize("layout", [HERE, APART], ids=["here", "apart"])
@@ -208,7 +215,7 @@ def ceph(mode: object) -> None:
 def swift(mode: object) -> None:
     """Swift's S3 layer has no conditional put."""
     if mode != "overwrite":
-        raise StoreError("put '.metadata' failed: 501 NotImplemented (scripted)")
+        raise ConfigError("put '.metadata' failed: 501 NotImplemented (scripted)")
 
 
 @pytest.mark.parametrize("quirk", [ceph, swift])
@@ -245,9 +252,14 @@ def test_an_s3_server_without_if_match_gets_advice_or_is_compared_first(
     code = {501: "NotImplemented", 412: "PreconditionFailed"}[status]
     key = f"{any_place.name}/.metadata"
     any_place.server.add_fault(Fault("PutObject", key=key, status=status, code=code, times=-1))
-    error = failing(StoreError, save, state_at(2), any_place.writer(overwrite=True))
+    # What s3fs is answered may be the answer of a second attempt, which aiohttp sent by itself.
+    is_certain = any_place.engine == "obstore" or status == 501
+    expected = StoreError if is_certain else CommitUnknownError
+    error = failing(expected, save, state_at(2), any_place.writer(overwrite=True))
     assert "WriteConfig(require_conditional_put=False)" in error.message
-    assert any_place.content() == before
+    assert loaded_step(any_place.reader(), state_at(0)) == 1
+    if is_certain:
+        assert any_place.content() == before
 
     any_place.server.heal()
     any_place.server.clear_requests()
@@ -355,3 +367,72 @@ def test_two_ranks_that_store_different_values_under_one_key_are_refused() -> No
     assert "'w'" in error.message
     assert isinstance(error, CheckpointError)
     assert backend.names() == []
+
+
+# Sweeping on a rank that does not know what became of the seal -------------------------------
+
+
+def written_by_two_ranks(backend: Backend, **options: Any) -> tuple[list[Any], Any]:
+    """Let two ranks write; return the writers, and what seals the save."""
+    writers = [backend.writer(**options) for _ in range(2)]
+    planners, plans, metadata = plan_on_ranks(writers, [rank_state(2, rank) for rank in range(2)])
+    results = write_on_ranks(writers, planners, plans)
+    return writers, lambda: writers[0].finish(metadata, results)
+
+
+@pytest.mark.parametrize("is_overwrite", [False, True])
+def test_a_rank_that_does_not_coordinate_keeps_its_objects_while_a_seal_may_be_under_way(
+    is_overwrite: bool,
+) -> None:
+    backend = Backend()
+    if is_overwrite:
+        save_on_ranks([backend.writer() for _ in range(2)], [rank_state(1, r) for r in range(2)])
+    writers, seal = written_by_two_ranks(backend, overwrite=is_overwrite)
+    before = backend.content()
+    assert set(writers[1].sweep_unsealed()) < set(before)
+    assert backend.content() == before
+    seal()
+    assert loaded_rank_step(backend.reader(), 2) == 2
+    assert writers[1].sweep_unsealed() == ()
+    assert loaded_rank_step(backend.reader(), 2) == 2
+
+
+def test_a_rank_sweeps_once_another_checkpoint_forbids_the_late_create() -> None:
+    backend = Backend()
+    writers, seal = written_by_two_ranks(backend)
+    save_on_ranks([backend.writer() for _ in range(2)], [rank_state(3, r) for r in range(2)])
+    assert writers[1].sweep_unsealed() == ()
+    failing(AlreadyExistsError, seal)
+    assert len(save_ids(backend.names())) == 2  # each rank draws its own
+    assert loaded_rank_step(backend.reader(), 2) == 3
+
+
+def test_a_rank_that_is_told_that_no_seal_was_begun_sweeps() -> None:
+    backend = Backend()
+    writers, _ = written_by_two_ranks(backend)
+    for writer in writers:
+        assert writer.sweep_unsealed(seal_begun=False) == ()
+    assert backend.names() == []
+
+
+def test_the_coordinator_sweeps_if_it_was_never_asked_to_seal() -> None:
+    backend = Backend()
+    writers, _ = written_by_two_ranks(backend)
+    before = set(backend.names())
+    assert writers[0].sweep_unsealed() == ()
+    assert set(backend.names()) == {name for name in before if name.startswith("__1_")}
+
+
+def test_a_coordinator_whose_seal_went_unanswered_sweeps_nothing_until_it_is_superseded() -> None:
+    backend = Backend()
+    script = [StoreFault("error", verb="put", key=".metadata", times=None)]
+    writer = backend.writer(script)
+    failing(CommitUnknownError, save, state_at(2), writer)
+    before = backend.content()
+    assert before
+    assert set(writer.sweep_unsealed()) == set(before)
+    assert backend.content() == before
+    save(state_at(3), backend.writer())
+    assert writer.sweep_unsealed() == ()
+    assert set(backend.names()).isdisjoint(before)
+    assert loaded_step(backend.reader(), state_at(0)) == 3

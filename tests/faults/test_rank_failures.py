@@ -118,6 +118,10 @@ def check(
             assert outcome.seconds[rank] <= within_s
     told = [error.causes for error in outcome.errors if isinstance(error, RankFailures)]
     assert all(causes == told[0] for causes in told), "ranks were told different things"
+    for error in outcome.errors:
+        if isinstance(error, RankFailures):
+            is_unknown = phase == "finish" and kind != "denied"
+            assert ("may be sealed all the same" in str(error)) == is_unknown
     if kind == "denied" or phase != "finish":
         assert outcome.left == []
     elif kind != "hang":

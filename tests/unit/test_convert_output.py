@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dcpstore.convert.output import MIN_OUTPUT_BYTES, Outputs, file_location, part_bytes_for
-from dcpstore.errors import AlreadyExistsError, ConfigError, StoreError
+from dcpstore.errors import AlreadyExistsError, CommitUnknownError, ConfigError, StoreError
 from dcpstore.store import open_store
+from dcpstore.store.limits import limits_of
 from dcpstore.testing import FaultyStore, LatencyStore, StoreFault
 
 MIB = 1 << 20
@@ -131,6 +132,34 @@ def test_a_create_whose_answer_was_lost_is_settled_by_looking(tmp_path) -> None:
     assert bytes(inner.get("model.bin").data) == b"once"
 
 
+def test_a_create_of_unknown_outcome_says_so_and_deletes_nothing(tmp_path) -> None:
+    inner = open_store(tmp_path)
+    script = [StoreFault("lost_ack", "put"), StoreFault("denied", "get", times=None)]
+    out = outputs(FaultyStore(inner, script))
+    with pytest.raises(CommitUnknownError) as caught, out, out.write("model.bin") as stream:
+        stream.write(b"x" * 100)
+    assert not caught.value.refused
+    assert exists(inner)
+
+
+def test_a_file_whose_creation_was_only_read_back_is_not_taken_back(tmp_path) -> None:
+    """Somebody else may have put the same bytes."""
+    inner = open_store(tmp_path)
+    inner.put("model.bin", b"x" * 100)
+    out = outputs(FaultyStore(inner, [StoreFault("error", "put")]))
+
+    def write() -> None:
+        with out:
+            with out.write("model.bin") as stream:
+                stream.write(b"x" * 100)
+            with out.write("other.bin") as stream:
+                raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError):
+        write()
+    assert exists(inner)
+
+
 def test_a_part_that_fails_for_good_is_an_error_and_no_object(tmp_path) -> None:
     inner = open_store(f"memory://{tmp_path.name}")
     store = FaultyStore(inner, [StoreFault("denied", "put_parts", after_parts=3)])
@@ -155,13 +184,14 @@ def test_memory_stays_within_the_budget(tmp_path) -> None:
 
 
 def test_parts_grow_with_the_file_so_that_ten_thousand_are_enough() -> None:
-    assert part_bytes_for(1, 256 * MIB) == 16 * MIB
-    assert part_bytes_for(1 << 40, 256 * MIB) * 10_000 >= 1 << 40
-    assert part_bytes_for(1, MIN_OUTPUT_BYTES) == 5 * MIB
+    s3 = limits_of("s3")
+    assert part_bytes_for(1, 256 * MIB, s3) == 16 * MIB
+    assert part_bytes_for(1 << 40, 256 * MIB, s3) * 10_000 >= 1 << 40
+    assert part_bytes_for(1, MIN_OUTPUT_BYTES, s3) == 5 * MIB
     with pytest.raises(ConfigError, match="budget_bytes"):
-        part_bytes_for(1 << 40, 64 * MIB)
+        part_bytes_for(1 << 40, 64 * MIB, s3)
     with pytest.raises(ConfigError, match="budget_bytes"):
-        part_bytes_for(1, MIN_OUTPUT_BYTES - 1)
+        part_bytes_for(1, MIN_OUTPUT_BYTES - 1, s3)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from dcpstore.discovery import Discovered, discover, read_file_header
 from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.format.dtypes import DTYPES
 from dcpstore.format.safetensors import TensorInFile
-from dcpstore.manifest import ItemId, Manifest, StoredItem, decode
+from dcpstore.manifest import ItemId, Manifest, StoredItem
 from dcpstore.store.base import Store
 from dcpstore.text import count_text
 
@@ -207,7 +207,7 @@ def collect(
 
 def _describe(discovered: Discovered, config: ReadConfig) -> Description:
     if discovered.manifest is not None:
-        return _of_manifest(discovered.url, decode(discovered.manifest))
+        return _of_manifest(discovered.url, discovered.decode_manifest(config.max_metadata_bytes))
     if discovered.files is not None:
         return _of_files(discovered.url, discovered.files)
     return _of_metadata(discovered.url, discovered.open(config))

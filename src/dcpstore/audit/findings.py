@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from dcpstore.ranges import ByteRange
+from dcpstore.text import printable
 
 __all__ = ["Finding", "FindingKind", "in_order"]
 
@@ -53,7 +54,7 @@ class Finding:
             where.append(f"bytes [{self.span.start}, {self.span.end})")
         if self.fqn is not None:
             where.append(repr(self.fqn))
-        return f"{self.kind}: {', '.join(where)}: {self.message}"
+        return printable(f"{self.kind}: {', '.join(where)}: {self.message}", keep="\n")
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:

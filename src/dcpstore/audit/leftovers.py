@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
@@ -25,11 +25,10 @@ from dcpstore.audit.references import UnsureError, referenced_keys
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError, StoreError
 from dcpstore.folder import Folder
-from dcpstore.keys import save_id_of
+from dcpstore.keys import METADATA_KEY, save_id_of
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.store.location import parse_location
 from dcpstore.store.opening import open_store
-from dcpstore.store.retry import RetryPolicy
 from dcpstore.store.uploads import OpenUpload, OpenUploads, open_uploads_at
 from dcpstore.text import age_text, count_text, size_text
 
@@ -185,7 +184,7 @@ class Place:
         self.url = self._folder.url
         self.scheme = parse_location(url).scheme
         self.store = self._folder.open()
-        retry = RetryPolicy(config.max_attempts, total_deadline_s=config.retry_deadline_s)
+        retry = self._folder.policy
         self.uploads = uploads_opener(url, storage_options=storage_options, retry=retry)
 
     def __enter__(self) -> Place:
@@ -203,6 +202,7 @@ def find_leftovers(
     storage_options: Mapping[str, Any] | None = None,
     config: ReadConfig | None = None,
     rules: Rules | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> Leftovers:
     """Look for what saves left below a URL. Changes nothing.
 
@@ -211,6 +211,7 @@ def find_leftovers(
         storage_options: fsspec's options for its protocol.
         config: Engine and retries.
         rules: What counts as left over.
+        clock: Seconds since the epoch, to tell the ages of objects by.
 
     Raises:
         ConfigError: If the URL or an option is wrong.
@@ -218,7 +219,7 @@ def find_leftovers(
         StoreError: If the store refuses to list, or fails.
     """
     with Place(url, storage_options, config) as at:
-        return find_in(at, rules or Rules())
+        return find_in(at, rules or Rules(), clock)
 
 
 def find_in(at: Place, rules: Rules, clock: Callable[[], float] = time.time) -> Leftovers:
@@ -230,12 +231,16 @@ def find_in(at: Place, rules: Rules, clock: Callable[[], float] = time.time) -> 
         clock: Seconds since the epoch.
     """
     folders: dict[str, _Folder] = {}
+    listed: set[str] = set()
     num_objects = 0
     for info in _list(at.store):
         num_objects += 1
         _sort_in(folders, info, rules)
+        if info.key.endswith(METADATA_KEY):
+            listed.add(info.key)
     notes = tuple(_sort_in_uploads(folders, at))
-    references = References(at.store, {name: one.ranks for name, one in folders.items()})
+    ranks = {name: one.ranks for name, one in folders.items()}
+    references = References(at.store, ranks, listed)
     now_s = clock()
     removable: list[Leftover] = []
     kept: list[Kept] = []
@@ -328,11 +333,15 @@ class References:
     Args:
         store: Rooted above all folders.
         ranks: Per folder, the ranks whose own metadata may lie there.
+        listed: Keys of metadata that a listing showed.
     """
 
-    def __init__(self, store: Store, ranks: Mapping[str, Iterable[int]]) -> None:
+    def __init__(
+        self, store: Store, ranks: Mapping[str, Iterable[int]], listed: Collection[str] = ()
+    ) -> None:
         self._store = store
         self._ranks = ranks
+        self._listed = listed
         self._known: dict[str, frozenset[str]] = {}
 
     def to(self, folder: str) -> frozenset[str]:
@@ -351,7 +360,7 @@ class References:
     def _read(self, folder: str) -> frozenset[str]:
         if folder not in self._known:
             ranks = self._ranks.get(folder, ())
-            self._known[folder] = referenced_keys(self._store, folder, ranks)
+            self._known[folder] = referenced_keys(self._store, folder, ranks, self._listed)
         return self._known[folder]
 
 

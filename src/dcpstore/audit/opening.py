@@ -11,7 +11,7 @@ from dcpstore.audit.findings import Finding
 from dcpstore.audit.safetensors_files import open_files
 from dcpstore.audit.sealed import Sealed, SealedContents, open_sealed
 from dcpstore.config import ReadConfig
-from dcpstore.discovery import discover, safetensors_files
+from dcpstore.discovery import discover
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
 from dcpstore.keys import METADATA_KEY
 from dcpstore.ranges import ByteRange
@@ -55,8 +55,6 @@ def open_contents(store: Store, config: ReadConfig) -> Opened:
             return Opened(open_files(store), ())
         findings.append(_damage(error))
     except NotFoundError:
-        if safetensors_files(store):  # a file that the index names is gone
-            return Opened(open_files(store), ())
         ranks = sorted(_ranks(store))
         if not ranks:
             raise

@@ -14,8 +14,9 @@ from dcpstore.audit.differences import Difference
 from dcpstore.audit.sameness import are_same, compare_stored
 from dcpstore.audit.side_by_side import Mismatch, compare_tensors, config_of_side, tensor_bytes
 from dcpstore.config import ReadConfig
-from dcpstore.errors import CorruptError
+from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.manifest import StoredItem
+from dcpstore.planners.values import ValueRecord
 from dcpstore.progress import Meter
 from dcpstore.reading import Checkpoint
 from dcpstore.text import count_text
@@ -152,25 +153,30 @@ def _compare_values(sides: Sides, fqns: Sequence[str]) -> Iterator[Difference]:
             yield Difference(fqn, "value", detail="their contents differ")
     rest = iter([fqn for fqn in fqns if fqn not in tensors])
     while batch := list(islice(rest, _VALUES_AT_ONCE)):
-        left, right = (side.read_value_bytes(batch) for side in (sides.left, sides.right))
+        left, right = (side.read_value_records(batch) for side in (sides.left, sides.right))
         for fqn in batch:
-            if left[fqn] != right[fqn]:
-                difference = _compare_value(sides, fqn)
+            if left[fqn].getvalue() != right[fqn].getvalue():
+                difference = _compare_value(sides, fqn, left[fqn], right[fqn])
                 if difference is not None:
                     yield difference
 
 
-def _compare_value(sides: Sides, fqn: str) -> Difference | None:
+def _compare_value(
+    sides: Sides, fqn: str, left: ValueRecord, right: ValueRecord
+) -> Difference | None:
     """Open values whose bytes differ: equal ones may have been pickled in two ways."""
+    has_encoding = left.encoded is not None or right.encoded is not None
+    if has_encoding and left.encoded == right.encoded:
+        return None
     try:
         one, other = sides.left.read_value(fqn), sides.right.read_value(fqn)
-    except CorruptError:
+    except (CorruptError, IncompatibleError):
         return Difference(
             fqn,
             "value",
             detail="their bytes differ; they hold more than plain data, so they were not opened",
         )
-    if are_same(one, other):
+    if not has_encoding and are_same(one, other):
         return None
     return Difference(fqn, "value", _short(one), _short(other))
 

@@ -6,7 +6,7 @@ of what they referred to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from dcpstore.errors import CheckpointError, NotFoundError, StoreError
@@ -23,13 +23,16 @@ class UnsureError(Exception):
     """It cannot be told what a folder's metadata refer to."""
 
 
-def referenced_keys(store: Store, folder: str, ranks: Iterable[int]) -> frozenset[str]:
+def referenced_keys(
+    store: Store, folder: str, ranks: Iterable[int], listed: Collection[str] = ()
+) -> frozenset[str]:
     """Return every key that a sealed checkpoint in a folder refers to, metadata included.
 
     Args:
         store: Rooted anywhere above.
         folder: Relative to the store's root; empty, or with a slash at its end.
         ranks: Whose own metadata (``use_collectives=False``) to look for.
+        listed: Keys of metadata that a listing showed: not to find one of them proves nothing.
 
     Raises:
         UnsureError: If any metadata object is there that cannot be read whole.
@@ -37,15 +40,17 @@ def referenced_keys(store: Store, folder: str, ranks: Iterable[int]) -> frozense
     """
     names = [METADATA_KEY, *map(metadata_key, sorted(set(ranks)))]
     with ThreadPoolExecutor(_MAX_REQUESTS, "dcpstore-audit") as executor:
-        found = executor.map(lambda name: _referred_by(store, folder, name), names)
+        found = executor.map(lambda name: _referred_by(store, folder, name, listed), names)
         return frozenset().union(*found)
 
 
-def _referred_by(store: Store, folder: str, name: str) -> frozenset[str]:
+def _referred_by(store: Store, folder: str, name: str, listed: Collection[str]) -> frozenset[str]:
     key = folder + name
     try:
         keys = _read(store, folder, name)
-    except NotFoundError:
+    except NotFoundError as error:
+        if key in listed:
+            raise UnsureError(f"{key} was listed, and then not found ({error})") from error
         return frozenset()
     except StoreError as error:
         if error.retryable:

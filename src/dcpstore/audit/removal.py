@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -52,6 +53,7 @@ def prune(
     storage_options: Mapping[str, Any] | None = None,
     config: ReadConfig | None = None,
     rules: Rules | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> Pruned:
     """Remove what `find_leftovers` finds, for the same arguments.
 
@@ -63,7 +65,7 @@ def prune(
         StoreError: If the store refuses to list, or fails before anything was deleted.
     """
     with Place(url, storage_options, config) as at:
-        return remove(at, find_in(at, rules or Rules()))
+        return remove(at, find_in(at, rules or Rules(), clock))
 
 
 def remove(at: Place, found: Leftovers) -> Pruned:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain
-from math import prod
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -18,10 +16,11 @@ from dcpstore.audit.scan import Piece, Scanner
 from dcpstore.audit.zip_records import Coverage, Expected
 from dcpstore.audit.zip_scan import ZipScan
 from dcpstore.config import ReadConfig
+from dcpstore.coverage import find_flaws
 from dcpstore.discovery import Discovered
 from dcpstore.errors import CorruptError
 from dcpstore.format.dtypes import dtype_name
-from dcpstore.manifest import DataObject, ItemId, Manifest, StoredItem, decode
+from dcpstore.manifest import DataObject, ItemId, Manifest, StoredItem
 from dcpstore.metadata import expected_items, item_id, metadata_from_manifest
 from dcpstore.ranges import ByteRange
 from dcpstore.store.base import Store
@@ -60,7 +59,7 @@ def open_sealed(discovered: Discovered, config: ReadConfig) -> Sealed:
         metadata, items = _open_stock(discovered, config)
         manifest = None
     else:
-        manifest = decode(discovered.manifest)
+        manifest = discovered.decode_manifest(config.max_metadata_bytes)
         metadata, items = metadata_from_manifest(manifest), manifest.items
     return Sealed(discovered.key, metadata, items, manifest, discovered.manifest_key)
 
@@ -101,7 +100,8 @@ class SealedContents:
         self._by_key: dict[str, list[tuple[ItemId, StoredItem]]] = {}
         for seal in seals:
             for one, item in seal.items.items():
-                self._by_key.setdefault(item.key, []).append((one, item))
+                for form in item.forms:
+                    self._by_key.setdefault(form.key, []).append((one, form))
         for found in self._by_key.values():
             found.sort(key=lambda pair: pair[1].record)
         self._shapes = dict(chain.from_iterable(_shapes(seal.metadata) for seal in seals))
@@ -147,7 +147,8 @@ class SealedContents:
             yield from _compare_chunks(seal.metadata, seal.items)
             if seal.manifest is not None:
                 for one, item in seal.items.items():
-                    yield from check_inline(one, item, seal.manifest_key)
+                    for form in item.forms:
+                        yield from check_inline(one, form, seal.manifest_key)
         for key in sorted(self.data_keys):
             yield from self._compare_object(key, inventory)
         zips = ZipScan(store, self._config, self._coverage)
@@ -286,25 +287,12 @@ def _truncations(
 
 
 def _compare_chunks(metadata: Metadata, items: Mapping[ItemId, StoredItem]) -> Iterator[Finding]:
-    """Look for chunks that are not stored, and for tensors that their chunks do not fill."""
+    """Look for chunks that are not stored, and for tensors that their chunks do not make up."""
     for one in expected_items(metadata):
         if one not in items:
             yield Finding("incomplete", "the metadata do not say where it lies", fqn=name_of(one))
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
-        stored, whole = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.size)
-        repeated = [
-            at for at, times in Counter(c.offsets for c in entry.chunks).items() if times > 1
-        ]
-        outside = any(
-            offset + size > limit
-            for chunk in entry.chunks
-            for offset, size, limit in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-        )
-        if stored != whole or (repeated and whole) or outside:
-            message = f"its chunks hold {stored} of {whole} elements"
-            yield Finding("incomplete", message + (", some twice" if repeated else ""), fqn=fqn)
+    for flaw in find_flaws(metadata.state_dict_metadata):
+        yield Finding("incomplete", flaw.text, fqn=flaw.fqn)
 
 
 def _shapes(metadata: Metadata) -> Iterator[tuple[ItemId, tuple[str, tuple[int, ...]]]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ from dcpstore.discovery import discover
 from dcpstore.errors import ConflictError
 from dcpstore.folder import Folder
 from dcpstore.format.dtypes import dtype_name
-from dcpstore.manifest import Path, decode
+from dcpstore.manifest import Path
 from dcpstore.planners import SavePlanner
 from dcpstore.progress import ProgressCallback
 from dcpstore.reading import Checkpoint
@@ -163,7 +164,7 @@ def _objects_of(
             found = discover(folder.open(), config)
         finally:
             folder.close()
-        manifest = None if found.manifest is None else decode(found.manifest)
+        manifest = None if found.manifest is None else found.decode_manifest(sys.maxsize)
         if manifest is None or manifest.save_id != save_id:
             raise ConflictError(f"{folder.url} was replaced just after it was written")
         return {stored.key: stored.size_bytes for stored in manifest.objects}
@@ -210,6 +211,7 @@ class _StreamingPlanner(SavePlanner):
             self.mappings = {entry.name: entry.path for entry in self._entries}
 
     def create_local_plan(self) -> SavePlan:
+        self._checkpoint.require_whole(entry.fqn for entry in self._entries)
         planned = [(entry, block) for entry in self._entries for block in self._plan(entry)]
         items = []
         costs = [block.num_bytes for _, block in planned]
@@ -234,7 +236,7 @@ class _StreamingPlanner(SavePlanner):
         assert self._contents is not None, "finish_plan comes first"
         block, content = next(self._contents)
         assert block is self._blocks[_key(write_item)], "items are resolved in the plan's order"
-        return io.BytesIO(content) if isinstance(content, bytes) else content
+        return content
 
 
 def _write_item(entry: SinkEntry, block: Block) -> WriteItem:

@@ -17,14 +17,12 @@ from contextlib import contextmanager
 
 from dcpstore.collectives import RankGroup
 from dcpstore.collectives.board import BoardLostError
-from dcpstore.commit import sweep
+from dcpstore.commit import ConditionalPut, Proof, sweep
 from dcpstore.config import WriteConfig
 from dcpstore.errors import (
     AlreadyExistsError,
     CheckpointError,
-    CommitUnknownError,
     ConfigError,
-    ConflictError,
     NotFoundError,
     RankFailures,
     StoreError,
@@ -32,6 +30,7 @@ from dcpstore.errors import (
 from dcpstore.manifest import DataObject
 from dcpstore.progress import Meter
 from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Part, Store
+from dcpstore.store.limits import StoreLimits
 from dcpstore.store.location import file_location
 from dcpstore.upload import ObjectStream, Uploads
 
@@ -47,22 +46,19 @@ __all__ = [
 _MIB = 1 << 20
 _LEAST_PART_BYTES = 5 * _MIB  # S3's
 _USUAL_PART_BYTES = 16 * _MIB
-_MOST_PARTS = 10_000  # S3's; Google and Azure allow more
-_CREATE_ATTEMPTS = 4
 
 MIN_OUTPUT_BYTES = 2 * _LEAST_PART_BYTES
 """The smallest budget that can upload anything: one part to fill while another uploads."""
 
 
-def part_bytes_for(largest_bytes: int, budget_bytes: int) -> int:
+def part_bytes_for(largest_bytes: int, budget_bytes: int, limits: StoreLimits) -> int:
     """Return the part size with which objects of up to ``largest_bytes`` upload in a budget.
 
     Raises:
-        ConfigError: If the budget does not hold two parts, of which an object that large
-            takes no more than 10,000.
+        ConfigError: If the store takes no object that large, or the budget does not hold two
+            parts, of which it takes no more than the store allows.
     """
-    least = max(_LEAST_PART_BYTES, -(-largest_bytes // _MOST_PARTS))
-    least = -(-least // 4096) * 4096
+    least = limits.part_bytes_for(largest_bytes, _LEAST_PART_BYTES)
     if budget_bytes < 2 * least:
         raise ConfigError(
             f"a budget of {budget_bytes} bytes for uploads is too small for an object of"
@@ -100,7 +96,7 @@ class Outputs:
         overwrite: bool = False,
         meter: Meter | None = None,
     ) -> None:
-        part_bytes = part_bytes_for(largest_bytes, budget_bytes)
+        part_bytes = part_bytes_for(largest_bytes, budget_bytes, store.capabilities.limits)
         num_parts = budget_bytes // part_bytes
         config = WriteConfig(
             budget_bytes=budget_bytes, part_bytes=part_bytes, max_uploads=min(16, num_parts)
@@ -164,7 +160,8 @@ class Outputs:
     def _take_back(self) -> None:
         """Delete what was published although the whole failed; what replaced a file stays."""
         if not self._overwrite:
-            sweep(self._store, self._publisher.published, why="this failed conversion")
+            doomed = self._publisher.published
+            sweep(self._store, doomed, Proof.NOT_BEGUN, why="this failed conversion")
 
 
 class _Publisher:
@@ -183,8 +180,17 @@ class _Publisher:
         return self._store.head(key)
 
     def put(self, key: str, data: Buffer) -> str | None:
-        etag = self._create(key, data) if self._creates else self._store.put(key, data)
-        self.published.append(key)
+        if not self._creates:
+            etag = self._store.put(key, data)
+            self.published.append(key)
+            return etag
+        creation = ConditionalPut(self._store, key, None)
+        try:
+            etag = creation.put(data)
+        except AlreadyExistsError as error:
+            raise _exists(self._store, key) from error
+        if creation.was_acknowledged:  # else somebody else may have put the same bytes there
+            self.published.append(key)
         return etag
 
     def put_parts(
@@ -204,23 +210,6 @@ class _Publisher:
         # obstore takes the parts inside its own event loop, where no other request may begin.
         with ThreadPoolExecutor(1, "dcpstore-look") as executor:
             executor.submit(reject_existing, self._store, key).result()
-
-    def _create(self, key: str, data: Buffer) -> str | None:
-        """Put if absent. A put whose answer was lost is settled by reading what is there."""
-        for attempt in range(_CREATE_ATTEMPTS):
-            try:
-                return self._store.put(key, data, mode="create")
-            except AlreadyExistsError as error:
-                fetched = self._store.get(key)
-                if fetched.data == memoryview(data).cast("B"):
-                    return fetched.etag
-                raise _exists(self._store, key) from error
-            except (ConflictError, StoreError) as error:
-                # S3 answers 409 while another conditional put of the key is under way.
-                may_pass = isinstance(error, ConflictError) or error.retryable
-                if not may_pass or attempt == _CREATE_ATTEMPTS - 1:
-                    raise
-        raise AssertionError("the last attempt raises")
 
 
 def reject_existing(store: Store, key: str) -> None:
@@ -260,5 +249,4 @@ def is_surely_unpublished(error: BaseException, group: RankGroup, last_step: str
     if error.step != last_step:
         return True
     cause = error.exceptions.get(group.coordinator)
-    is_unknown = isinstance(cause, CommitUnknownError) or getattr(cause, "retryable", False)
-    return isinstance(cause, CheckpointError) and not is_unknown
+    return isinstance(cause, CheckpointError) and cause.refused
