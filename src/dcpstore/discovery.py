@@ -13,29 +13,44 @@ A rank's own ``__{rank}.metadata`` (``use_collectives=False``) is read when DCP 
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
-from dcpstore.config import ReadConfig
+from dcpstore.collector import collector_paused
+from dcpstore.config import MAX_METADATA_BYTES, ReadConfig
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
+from dcpstore.format.json_text import parse_json
 from dcpstore.format.safetensors import LENGTH_BYTES, TensorInFile, header_length, parse_header
 from dcpstore.keys import check_relative, metadata_key
-from dcpstore.manifest import has_other_planner_data
+from dcpstore.manifest import Manifest, decode, has_other_planner_data
 from dcpstore.seal import Seal, get_manifest, read_seal
 from dcpstore.store.base import Store
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["INDEX_FILE", "Discovered", "discover", "read_file_header", "safetensors_files"]
+__all__ = [
+    "INDEX_FILE",
+    "Discovered",
+    "discover",
+    "promised",
+    "read_file_header",
+    "read_index",
+    "safetensors_files",
+]
 
 logger = logging.getLogger(__name__)
 
 _SINGLE_FILE = "model.safetensors"
+_NUMBERED = re.compile(
+    r"(?:shard-\d+-)?(?P<name>.+)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors"
+)
 INDEX_FILE = "model.safetensors.index.json"
 """The key of a Hugging Face folder's index."""
 
@@ -65,6 +80,26 @@ class Discovered:
         """The object that the manifest lies in."""
         return (self.seal.manifest_key if self.seal is not None else None) or self.key
 
+    def decode_manifest(self, max_bytes: int = MAX_METADATA_BYTES) -> Manifest:
+        """Decode the manifest of a checkpoint of ours.
+
+        Args:
+            max_bytes: ``ReadConfig.max_metadata_bytes``.
+
+        Raises:
+            CorruptError: If it is damaged, or of another save than its footer.
+            IncompatibleError: If a newer dcpstore wrote it, or it takes too much memory.
+        """
+        assert self.manifest is not None
+        manifest = decode(self.manifest, key=self.manifest_key, max_bytes=max_bytes)
+        if self.seal is not None and self.seal.save_id != manifest.save_id:
+            raise CorruptError(
+                f"{self.manifest_key}: the manifest is of save {manifest.save_id}, and the footer"
+                f" of {self.key} of save {self.seal.save_id}",
+                key=self.manifest_key,
+            )
+        return manifest
+
     def open(self, config: ReadConfig) -> Metadata:
         """Return the metadata, with `StoredItem` as storage data. Any rank; no I/O.
 
@@ -77,7 +112,9 @@ class Discovered:
         if self.files is not None:
             return metadata_of_files(self.url, self.files)
         if self.manifest is not None:
-            return open_ours(self.url, self.key, self.manifest, self.pickled, config)
+            with collector_paused():
+                manifest = self.decode_manifest(config.max_metadata_bytes)
+                return open_ours(self.url, self.key, manifest, self.pickled, config)
         assert self.pickled is not None
         return open_stock(self.pickled, self.key, config)
 
@@ -159,24 +196,45 @@ def _read_safetensors(store: Store, config: ReadConfig) -> dict[str, list[Tensor
     files = safetensors_files(store)
     if not files:
         return None
+
+    def read(key: str) -> list[TensorInFile]:
+        with promised(store, key):
+            return read_file_header(store, key)
+
     with ThreadPoolExecutor(min(config.max_requests, len(files))) as executor:
-        found = executor.map(lambda key: read_file_header(store, key), files)
-        return dict(zip(files, found, strict=True))
+        return dict(zip(files, executor.map(read, files), strict=True))
+
+
+@contextmanager
+def promised(store: Store, key: str) -> Iterator[None]:
+    """Read a file that `safetensors_files` named.
+
+    Raises:
+        CorruptError: If it is not there.
+    """
+    try:
+        yield
+    except NotFoundError as error:
+        raise CorruptError(
+            f"{store.url}: {key} is missing, which {INDEX_FILE} or the names of other files"
+            " promise; nothing was loaded. Copy it there. To use what the others hold, put an index"
+            " that names only them",
+            key=key,
+        ) from error
 
 
 def safetensors_files(store: Store) -> Sequence[str]:
     """Name the files of a Hugging Face folder; none if it is no such folder.
 
+    Those that its index names, whether they are there or not; without an index those that are
+    there, and the first that their names say is missing.
+
     Raises:
         CorruptError: If its index is damaged, or names a file outside the folder.
     """
-    try:
-        index = json.loads(bytes(store.get(INDEX_FILE).data))
-        return sorted({check_relative(name) for name in index["weight_map"].values()})
-    except NotFoundError:
-        pass
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{INDEX_FILE} is damaged: {error!r}", key=INDEX_FILE) from error
+    weight_map = read_index(store)
+    if weight_map is not None:
+        return sorted(set(weight_map.values()))
     try:
         store.get_range(_SINGLE_FILE, 0, LENGTH_BYTES)
     except NotFoundError:
@@ -185,13 +243,56 @@ def safetensors_files(store: Store) -> Sequence[str]:
         return [_SINGLE_FILE]
     try:
         names = (info.key for info in store.list())
-        return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+        found = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+        return sorted([*found, *_missing(found)])
     except NotFoundError:
         return []
     except StoreError as error:
         if error.denied:
             return []
         raise
+
+
+def read_index(store: Store) -> Mapping[str, str] | None:
+    """Return a Hugging Face folder's map from tensor to file; None where it has no index.
+
+    Raises:
+        CorruptError: If it is damaged, or names a file outside the folder.
+    """
+    try:
+        data = store.get(INDEX_FILE).data
+    except NotFoundError:
+        return None
+    try:
+        index = parse_json(data)
+        weight_map = index.get("weight_map") if type(index) is dict else None
+        if type(weight_map) is not dict:
+            raise ValueError("it has no weight_map from names to files")
+        for fqn, name in weight_map.items():
+            if type(name) is not str:
+                raise ValueError(f"the file of {fqn!r:.200} is {name!r:.60}")
+    except ValueError as error:
+        raise CorruptError(f"{INDEX_FILE} is damaged: {error!s:.500}", key=INDEX_FILE) from error
+    for name in set(weight_map.values()):
+        check_relative(name)
+    return weight_map
+
+
+def _missing(names: Sequence[str]) -> Iterator[str]:
+    """Yield the first file that is missing of each ``model-00002-of-00003.safetensors``.
+
+    A file that each rank wrote its part of (``shard-00001-model-...``) is there if one part is:
+    which ranks had one is not written down.
+    """
+    found: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match:
+            found.setdefault((match["name"], match["total"]), set()).add(int(match["number"]))
+    for (name, total), numbers in found.items():
+        first = next(number for number in count(1) if number not in numbers)
+        if first <= int(total):
+            yield f"{name}-{first:0{len(total)}}-of-{total}.safetensors"
 
 
 def read_file_header(store: Store, key: str) -> list[TensorInFile]:

@@ -34,14 +34,13 @@ from dcpstore.checking import Content, find_corruption
 from dcpstore.collector import collector_paused
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
-from dcpstore.format.tensors import decode_opaque
 from dcpstore.landing import MOST_LANDING_BYTES, Landing, plan_landings
 from dcpstore.manifest import StoredItem
 from dcpstore.planning.reads import Piece, Request, join_pieces, plan_pieces
 from dcpstore.planning.sharing import Units
 from dcpstore.progress import Meter
 from dcpstore.ranges import ByteRange
-from dcpstore.records import decode, is_worth_placing, place
+from dcpstore.records import decode, decode_tensor, is_worth_placing, place
 from dcpstore.slots import (
     Slot,
     copy_decoded,
@@ -220,7 +219,8 @@ class ReadJob:
             elif item.kind == "raw":
                 copy_inline(item, item.inline, target)
             else:
-                copy_decoded(decode_opaque(item.inline), target)
+                url = self._store.url
+                copy_decoded(decode_tensor(item, item.inline, url, target.fqn), target)
             self._num_touched += 1
             self.stats.num_inline += 1
             self._commit(target, planner)

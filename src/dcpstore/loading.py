@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from dcpstore.collectives import RankGroup, steps
 from dcpstore.config import ReadConfig
+from dcpstore.coverage import refuse_lacks, with_holes
 from dcpstore.discovery import Discovered
 from dcpstore.errors import ConfigError, NotFoundError
 from dcpstore.fetch import ReadJob, ReadStats
@@ -160,6 +161,10 @@ class _LoadJob:
         self._metadata: Metadata
         self._planned: set[str] = set()
 
+    @property
+    def _url(self) -> str:
+        return str(getattr(self._reader, "checkpoint_id", ""))
+
     def run(self, make_state: StateMaker, meter: Meter) -> LoadResult:
         self._meter = meter
         with self._phases.phase("metadata"):
@@ -217,11 +222,13 @@ class _LoadJob:
             if isinstance(self._reader, ObjectStoreReader) and isinstance(found, Discovered):
                 metadata = self._reader.open_metadata(found)
             assert isinstance(metadata, Metadata)
+            if not isinstance(self._reader, ObjectStoreReader):
+                metadata = with_holes(metadata, self._url)
             self._metadata = metadata
             self._target = make_state(metadata)
             self._state = {
                 key: value.state_dict() if is_stateful(value) else value
-                for key, value in sorted(self._target.items())
+                for key, value in sorted(self._target.items(), key=lambda one: str(one[0]))
             }
             self._planner.set_up_planner(self._state, metadata, is_coordinator)
             call_set_up(
@@ -297,10 +304,18 @@ class _LoadJob:
         return reader.read_planned(lambda: self._finish_plan(plan), self._planner, self._meter)
 
     def _read_foreign(self, plan: LoadPlan) -> ReadStats:
-        def read() -> None:
-            self._reader.read_data(self._finish_plan(plan), self._planner).wait()
+        finished: list[LoadPlan] = []
 
-        steps.barrier(self._group, "read", read)
+        def check() -> None:
+            finished.append(self._finish_plan(plan))
+            refuse_lacks(finished[0].items, self._metadata)
+
+        steps.barrier(self._group, "check targets", check)
+        steps.barrier(
+            self._group,
+            "read",
+            lambda: self._reader.read_data(finished[0], self._planner).wait(),
+        )
         return ReadStats()
 
     def _hand_over(self) -> None:
@@ -329,7 +344,7 @@ class _LoadJob:
         # A rank whose shard of a tensor is empty plans nothing for a key that it has.
         known = self._planned.union(getattr(self._planner, "state_dict", None) or ())
         result = LoadResult(
-            url=str(getattr(self._reader, "checkpoint_id", "")),
+            url=self._url,
             loaded=tuple(sorted(self._planned)),
             missing=(),
             unexpected=tuple(sorted(self._metadata.state_dict_metadata.keys() - known)),

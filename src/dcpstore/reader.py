@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcpstore.config import ReadConfig
+from dcpstore.coverage import with_holes
 from dcpstore.discovery import Discovered, discover
 from dcpstore.errors import CheckpointError, NotFoundError
 from dcpstore.fetch import ReadJob, ReadStats
@@ -126,8 +127,15 @@ class ObjectStoreReader(StorageReader):
         return discover(self._folder.open(), self._config, rank=rank)
 
     def open_metadata(self, discovered: Discovered) -> Metadata:
-        """Open what `discover` read, on this or another rank. No I/O."""
-        metadata = discovered.open(self._config)
+        """Open what `discover` read, on this or another rank. No I/O.
+
+        Where the chunks of a tensor do not fill it, each hole stands there as a chunk that is
+        stored nowhere, and a load that wants a part of it is refused before anything is read.
+
+        Raises:
+            CorruptError: If the metadata are damaged, or chunks overlap or lie outside.
+        """
+        metadata = with_holes(discovered.open(self._config), discovered.url)
         metadata.storage_meta.load_id = self._load_id  # type: ignore[union-attr]
         return metadata
 

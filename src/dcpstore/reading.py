@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -28,14 +27,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from typing_extensions import Self
 
 from dcpstore.config import ReadConfig
+from dcpstore.coverage import find_flaws, refuse_flaws
 from dcpstore.discovery import Discovered, discover
-from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError
+from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dcpstore.fetch import ReadJob, ReadStats
 from dcpstore.folder import Folder
 from dcpstore.format.dtypes import is_plain_dtype
 from dcpstore.format.tensors import decode_opaque
 from dcpstore.manifest import StoredItem
 from dcpstore.planners import LoadPlanner
+from dcpstore.planners.values import ValueRecord, open_record
 from dcpstore.planning.exchange.overlap import find_overlaps
 from dcpstore.planning.slices import Slices, resolve_slices
 from dcpstore.progress import Meter
@@ -228,7 +229,7 @@ class Checkpoint:
         if self.is_opaque(fqn):
             return self._whole_opaque(fqn, slices, out)
         if out is None:
-            out = torch.empty(chosen.shape, dtype=entry.properties.dtype)
+            out = _empty(fqn, chosen.shape, entry.properties.dtype)
         elif tuple(out.shape) != chosen.shape:
             raise IncompatibleError(
                 f"{fqn!r}: the slices give shape {chosen.shape}, and out has {tuple(out.shape)}"
@@ -255,6 +256,17 @@ class Checkpoint:
             [BoxRead(fqn, (0,) * target.dim(), target) for fqn, target in targets.items()]
         )
 
+    def require_whole(self, fqns: Iterable[str]) -> None:
+        """Check that tensors are stored whole, before anything of them is read. No I/O.
+
+        Args:
+            fqns: Keys; those of values are passed over.
+
+        Raises:
+            CorruptError: If chunks leave a part of a tensor out, overlap, or lie outside it.
+        """
+        refuse_flaws(find_flaws({fqn: self._entry(fqn) for fqn in fqns}), self.url)
+
     def is_opaque(self, fqn: str) -> bool:
         """Tell whether a tensor is more than its elements: quantized, sparse and the like.
 
@@ -274,7 +286,9 @@ class Checkpoint:
             raise CorruptError(f"{self.url}: {fqn!r} has {len(indices)} chunks, not one", fqn=fqn)
         try:
             return decode_opaque(self.read_item_bytes(indices)[fqn])
-        except pickle.UnpicklingError as error:
+        except CheckpointError:
+            raise
+        except Exception as error:
             raise CorruptError(f"{self.url}: {fqn!r} is no tensor: {error}", fqn=fqn) from error
 
     def _whole_opaque(self, fqn: str, slices: Slices, out: torch.Tensor | None) -> torch.Tensor:
@@ -323,47 +337,61 @@ class Checkpoint:
 
     # --- values ------------------------------------------------------------------------
 
-    def read_value(self, fqn: str, *, allow_pickle: bool = False) -> Any:
+    def read_value(self, fqn: str, *, allow_pickle: bool = False, target: object = None) -> Any:
         """Read a value that is not a tensor.
 
         Args:
             fqn: Its key.
             allow_pickle: Open it with plain pickle, which runs code that lies in the bucket.
+            target: Holds the users' classes that instances in it may be made of: such instances,
+                or the classes themselves.
 
         Raises:
             NotFoundError: If there is no such key.
-            IncompatibleError: If the key holds a tensor.
+            IncompatibleError: If the key holds a tensor, or an instance of a class that is not in
+                ``target``.
             CorruptError: If it names code to run and ``allow_pickle`` is False.
         """
-        data = self.read_value_bytes([fqn])[fqn]
-        try:
-            return torch.load(io.BytesIO(data), weights_only=not allow_pickle)
-        except pickle.UnpicklingError as error:
-            raise CorruptError(
-                f"the value {fqn!r} names more than plain data; it was not run. If you trust the"
-                " checkpoint, pass allow_pickle=True, or name its classes with"
-                " torch.serialization.add_safe_globals. Torch says: "
-                + str(error).partition("\n")[0],
-                fqn=fqn,
-            ) from error
+        record = self.read_value_records([fqn])[fqn]
+        if record.encoded is not None and not allow_pickle:
+            record = ValueRecord(record.encoded)
+        return open_record(fqn, record, target, allow_pickle=allow_pickle)
 
     def read_value_bytes(self, fqns: Iterable[str]) -> dict[str, bytes]:
         """Read values as they were saved, pickled by ``torch.save``, without opening them."""
+        return self.read_item_bytes(self._value_indices(fqns))
+
+    def read_value_records(self, fqns: Iterable[str]) -> dict[str, ValueRecord]:
+        """Read values as they were saved, pickled and encoded, without opening them."""
+        indices = self._value_indices(fqns)
+        records = {fqn: ValueRecord(one) for fqn, one in self.read_item_bytes(indices).items()}
+        both = [one for one in indices if self._item(one).encoded is not None]
+        for fqn, encoded in self.read_item_bytes(both, encoded=True).items():
+            records[fqn].encoded = encoded
+        return records
+
+    def _value_indices(self, fqns: Iterable[str]) -> list[MetadataIndex]:
         indices = []
         for fqn in fqns:
             if isinstance(self._entry(fqn), TensorStorageMetadata):
                 raise IncompatibleError(f"{fqn!r} is a tensor: read it with read_tensor")
             indices.append(MetadataIndex(fqn))
-        return self.read_item_bytes(indices)
+        return indices
 
-    def read_item_bytes(self, indices: Iterable[MetadataIndex]) -> dict[str, bytes]:
+    def read_item_bytes(
+        self, indices: Iterable[MetadataIndex], *, encoded: bool = False
+    ) -> dict[str, bytes]:
         """Read items as they were stored, of values, of opaque tensors, or beside the state dict.
+
+        Args:
+            indices: Of the items.
+            encoded: Read the encodings of values, where there are any.
 
         Returns:
             The bytes by key, transforms undone: ``torch.save`` records, as a rule.
         """
         none = torch.Size([])
-        receiver = _Receiver([])
+        receiver = _Receiver([], reads_encoded=encoded)
         self._run(
             [ReadItem(LoadItemType.BYTE_IO, one, none, one, none, none) for one in indices],
             receiver,
@@ -485,10 +513,15 @@ class _Chunks:
 class _Receiver(LoadPlanner):
     """Tells a read job where each item goes, and keeps the bytes of values."""
 
-    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+    def __init__(self, targets: Sequence[torch.Tensor], *, reads_encoded: bool = False) -> None:
         super().__init__()
+        self._reads_encoded = reads_encoded
         self._targets = targets
         self.values: dict[str, bytes] = {}
+
+    @property
+    def reads_encoded_values(self) -> bool:
+        return self._reads_encoded
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         number = read_item.dest_index.index
@@ -497,6 +530,16 @@ class _Receiver(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.values[read_item.storage_index.fqn] = value.getvalue()
+
+
+def _empty(fqn: str, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return torch.empty(sizes, dtype=dtype)
+    except RuntimeError as error:
+        raise IncompatibleError(
+            f"{fqn!r} has shape {sizes} and dtype {dtype}, for which there is no memory: read parts"
+            f" of it. Torch says: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _total(one: ReadStats, other: ReadStats) -> ReadStats:

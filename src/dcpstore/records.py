@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dcpstore.errors import CorruptError
+import torch
+
+from dcpstore.errors import CheckpointError, CorruptError
 from dcpstore.format.head import HEAD_BYTES, NeedMoreBytes, parse_record_head
 from dcpstore.format.tensors import decode_opaque
 from dcpstore.manifest import StoredItem
@@ -13,7 +15,10 @@ from dcpstore.store.base import Store
 from dcpstore.torch_private import default_extension_registry
 from dcpstore.views import RangeView
 
-__all__ = ["decode", "is_worth_placing", "place"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["decode", "decode_tensor", "is_worth_placing", "place"]
 
 # Below this, a foreign record is fetched whole and looked into afterwards; above it, a
 # small request for its head saves fetching what is not needed.
@@ -69,9 +74,30 @@ def decode(slot: Slot, url: str, registry: Any) -> None:
         for target in slot.targets:
             copy_box(raw, content[start : start + raw.payload.num_bytes], target)
     else:
-        tensor = decode_opaque(content)
+        tensor = decode_tensor(slot.item, content, url, slot.targets[0].fqn)
         for target in slot.targets:
             copy_decoded(tensor, target)
+
+
+def decode_tensor(item: StoredItem, content: Buffer, url: str, fqn: str) -> torch.Tensor:
+    """Return the tensor of a record that is more than elements.
+
+    Raises:
+        CorruptError: If the record holds none, or names what torch does not hold safe.
+    """
+    try:
+        return decode_opaque(content)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CorruptError(
+            f"{url}: object {item.key}, bytes [{item.record.start}, {item.record.end}): the record"
+            f" of {fqn!r} is no tensor that torch opens: {error!s:.500}",
+            key=item.key,
+            start=item.record.start,
+            end=item.record.end,
+            fqn=fqn,
+        ) from error
 
 
 def _untransform(item: StoredItem, content: memoryview, url: str, registry: Any) -> bytes:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dcpstore.errors import CorruptError
+from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.copying import copy_box_in, set_payload
 from dcpstore.format.dtypes import dtype_from_name, dtype_name, item_bytes
 from dcpstore.format.head import HeadAnswer, NeedMoreBytes
+from dcpstore.format.tensors import copy_opaque_in
 from dcpstore.manifest import StoredItem
 from dcpstore.planning.boxes import num_elements
 from dcpstore.planning.reads import Piece, Request, Want
@@ -195,9 +196,17 @@ def copy_decoded(tensor: torch.Tensor, target: Target) -> None:
     offsets = tuple(target.read_item.storage_offsets)
     sizes = tuple(target.read_item.lengths)
     _check_box(tuple(tensor.shape), target.item, offsets, sizes, target.fqn)
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    target.tensor.copy_(tensor)
+    try:
+        if tuple(tensor.shape) != sizes:  # sparse ones, and their like, are only read whole
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                tensor = tensor.narrow(dim, offset, size)
+        copy_opaque_in(tensor, target.tensor)
+    except (NotImplementedError, RuntimeError) as error:
+        raise IncompatibleError(
+            f"{target.fqn!r}: a tensor of layout {tensor.layout} and dtype {tensor.dtype} cannot"
+            f" be copied into one of layout {target.tensor.layout} and dtype"
+            f" {target.tensor.dtype}: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _check_inside(

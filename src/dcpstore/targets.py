@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from dcpstore.coverage import refuse_lacks
 from dcpstore.errors import IncompatibleError
 from dcpstore.format.dtypes import dtype_from_name, dtype_name
 from dcpstore.format.tensors import is_freed, is_plain
@@ -52,21 +53,31 @@ def resolve_targets(
     Raises:
         IncompatibleError: Naming each key whose shape or dtype does not fit, or that the
             checkpoint's metadata promises without a place. No target was changed.
+        CorruptError: Naming what is wanted and lies in no stored chunk, likewise.
     """
-    targets, problems = [], []
+    targets, problems, unplaced = [], [], []
+    reads_encoded = getattr(planner, "reads_encoded_values", False)
     for read_item in read_items:
         index = read_item.storage_index
         item = items.get(index)
         if item is None:
+            unplaced.append(read_item)
             problems.append(f"{index.fqn!r} at offset {index.offset} is planned but stored nowhere")
             continue
+        if reads_encoded and item.encoded is not None:
+            item = item.encoded
         target = Target(read_item, item)
         if read_item.type != LoadItemType.BYTE_IO:
-            target.tensor = planner.resolve_tensor(read_item).detach()
+            tensor = planner.resolve_tensor(read_item)
+            # Of a sparse or quantized tensor more than elements is replaced, which its detached
+            # twin would keep for itself.
+            is_more = tensor.layout is not torch.strided or tensor.is_quantized
+            target.tensor = tensor if is_more else tensor.detach()
             problem = _mismatch(target, metadata, casts)
             if problem:
                 problems.append(problem)
         targets.append(target)
+    refuse_lacks(unplaced, metadata)
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
         more = len(problems) - _MOST_NAMED
@@ -89,6 +100,9 @@ def _mismatch(target: Target, metadata: Metadata, casts: str) -> str | None:
             f"{target.fqn!r}: the plan reads shape {tuple(lengths)} and the target has shape"
             f" {tuple(tensor.shape)}"
         )
+    layout = _saved_layout(target, metadata)
+    if layout != tensor.layout:
+        return f"{target.fqn!r}: saved as {layout}, and the target is {tensor.layout}"
     saved = _saved_dtype(target, metadata)
     if saved is None or saved == tensor.dtype or casts == "any":
         return None
@@ -102,6 +116,13 @@ def _mismatch(target: Target, metadata: Metadata, casts: str) -> str | None:
         else f"{target.fqn!r}: saved as {dtype_name(saved)}, the target is"
         f" {dtype_name(tensor.dtype)}, and ReadConfig(casts='exact') allows no cast"
     )
+
+
+def _saved_layout(target: Target, metadata: Metadata) -> torch.layout:
+    if target.item.kind == "raw":
+        return torch.strided
+    entry = metadata.state_dict_metadata.get(target.fqn)
+    return entry.properties.layout if isinstance(entry, TensorStorageMetadata) else torch.strided
 
 
 def _saved_dtype(target: Target, metadata: Metadata) -> torch.dtype | None:

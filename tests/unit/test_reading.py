@@ -167,7 +167,7 @@ class Odd:
 
 
 def test_a_value_that_runs_code_is_opened_only_when_told(tmp_path) -> None:
-    dcpstore.save({"odd": Odd()}, tmp_path)
+    dcpstore.save({"odd": Odd()}, tmp_path, planner=dcpstore.SavePlanner(allow_pickle=True))
     with dcpstore.open_checkpoint(tmp_path) as checkpoint:
         with pytest.raises(CorruptError, match="allow_pickle=True"):
             checkpoint.read_value("odd")

@@ -12,7 +12,8 @@ over a mesh comes apart into single chunks after one pass per dimension::
 
 All groups of all tensors are sorted and cut together. What no line cuts (a pinwheel of
 chunks, or a real overlap) is compared pair by pair, only among chunks whose extents meet
-in one dimension.
+in one dimension. If these are many, groups are cut in two through chunks first, after which
+lines cut again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ __all__ = ["find_overlaps", "stable_order"]
 _PAIRS_PER_BLOCK = 1 << 20
 
 
-def find_overlaps(group: Ints, starts: Ints, ends: Ints, *, max_found: int = 16) -> Ints:
+def find_overlaps(
+    group: Ints,
+    starts: Ints,
+    ends: Ints,
+    *,
+    max_found: int = 16,
+    max_pairs: int = _PAIRS_PER_BLOCK,
+) -> Ints:
     """Find pairs of chunks that have an element in common.
 
     Args:
@@ -37,27 +45,122 @@ def find_overlaps(group: Ints, starts: Ints, ends: Ints, *, max_found: int = 16)
         starts: First element per chunk and dimension.
         ends: Behind the last element; every chunk holds at least one.
         max_found: Look no further after so many.
+        max_pairs: Compare as many pairs rather than cut through chunks.
 
     Returns:
-        Pairs of positions; at most ``max_found`` and none only if no two chunks overlap.
+        Pairs of positions, the lower one first; at most ``max_found``, and none only if no two
+        chunks overlap.
     """
-    members = np.arange(len(group))
-    group = _renumber(group)
-    dim, num_uncut = 0, 0
-    while len(members) and num_uncut < starts.shape[1]:
-        num_groups = int(group[-1]) + 1
-        line = _Line.of(group, starts[members, dim], ends[members, dim])
-        pieces = line.cut()
-        num_uncut = num_uncut + 1 if int(pieces[-1]) + 1 == num_groups else 0
-        members, group = _drop_single(members[line.order], pieces)
-        dim = (dim + 1) % starts.shape[1]
-    found: list[tuple[int, int]] = []
-    for one, other in _candidates(members, group, starts, ends):
+    pieces = _Pieces(np.arange(len(group)), _renumber(group), starts, ends).cut_apart()
+    while 2 * len(starts) > len(pieces.members) and pieces.num_candidates() > max_pairs:
+        halves = pieces.halve()
+        if halves is None:
+            break
+        pieces = halves.cut_apart()
+    found: dict[tuple[int, int], None] = {}
+    for one, other in pieces.candidates():
         meets = ((starts[one] < ends[other]) & (starts[other] < ends[one])).all(axis=1)
-        found.extend(zip(one[meets].tolist(), other[meets].tolist(), strict=True))
+        pairs = np.sort(np.stack([one[meets], other[meets]], axis=1), axis=1)
+        found.update(dict.fromkeys(map(tuple, pairs.tolist())))
         if len(found) >= max_found:
             break
-    return np.array(found[:max_found], np.int64).reshape(-1, 2)
+    return np.array(list(found)[:max_found], np.int64).reshape(-1, 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """Chunks, or parts of chunks, that may overlap others of their group.
+
+    Attributes:
+        members: The chunk of each.
+        group: Ascending.
+        low, high: Where the part lies; the parts of a chunk are in different groups.
+    """
+
+    members: Ints
+    group: Ints
+    low: Ints
+    high: Ints
+
+    def lines(self) -> list[_Line]:
+        return [_Line.of(self.group, *sides) for sides in zip(self.low.T, self.high.T, strict=True)]
+
+    def cut_apart(self) -> _Pieces:
+        """Cut groups by straight lines that cross no piece, and forget pieces that are alone."""
+        pieces, dim, num_uncut, num_dims = self, 0, 0, self.low.shape[1]
+        while len(pieces.members) and num_uncut < num_dims:
+            num_groups = int(pieces.group[-1]) + 1
+            line = _Line.of(pieces.group, pieces.low[:, dim], pieces.high[:, dim])
+            group = line.cut()
+            num_uncut = num_uncut + 1 if int(group[-1]) + 1 == num_groups else 0
+            is_shared = np.zeros(len(group), bool)
+            is_same = group[1:] == group[:-1]
+            is_shared[1:] = is_same
+            is_shared[:-1] |= is_same
+            kept = line.order[is_shared]
+            pieces = _Pieces(
+                pieces.members[kept],
+                _renumber(group[is_shared]),
+                pieces.low[kept],
+                pieces.high[kept],
+            )
+            dim = (dim + 1) % num_dims
+        return pieces
+
+    def halve(self) -> _Pieces | None:
+        """Cut each group in two, through pieces if need be: then lines cut that were blocked.
+
+        Of the pieces that begin behind the first of their group, half lie on either side. The
+        dimension that has most of them is taken, so a few rounds are enough.
+
+        Returns:
+            None if all pieces of each group begin at one place: then they overlap.
+        """
+        first = np.flatnonzero(np.diff(self.group, prepend=-1))
+        is_later = self.low > np.minimum.reduceat(self.low, first)[self.group]
+        dim = int(is_later.sum(axis=0).argmax())
+        low, high = self.low[:, dim], self.high[:, dim]
+        num_later = np.add.reduceat(is_later[:, dim], first, dtype=np.int64)
+        if not num_later.any():
+            return None
+        end = np.append(first[1:], len(low))
+        begun = low[np.lexsort((low, self.group))]
+        middle = begun[end - np.maximum((num_later + 1) // 2, 1)]
+        at = middle[self.group]
+        sides = []
+        for side, chosen in enumerate((low < at, high > at)):
+            part_low, part_high = self.low[chosen].copy(), self.high[chosen].copy()
+            bound = (part_high if side == 0 else part_low)[:, dim]
+            (np.minimum if side == 0 else np.maximum)(bound, at[chosen], out=bound)
+            sides.append((self.members[chosen], 2 * self.group[chosen] + side, part_low, part_high))
+        members, group, low, high = map(np.concatenate, zip(*sides, strict=True))
+        order = np.argsort(group, kind="stable")
+        return _Pieces(members[order], _renumber(group[order]), low[order], high[order])
+
+    def num_candidates(self) -> int:
+        """Return how many pairs are left to compare."""
+        return min((int(line.num_candidates().sum()) for line in self.lines()), default=0)
+
+    def candidates(self) -> Iterator[tuple[Ints, Ints]]:
+        """Yield pairs of chunks that meet in the dimension where fewest do, block by block."""
+        if not len(self.members):
+            return
+        counts, line = min(
+            ((line.num_candidates(), line) for line in self.lines()),
+            key=lambda pair: int(pair[0].sum()),
+        )
+        ends_of = np.cumsum(counts)
+        low = 0
+        while low < len(counts):
+            before = int(ends_of[low - 1]) if low else 0
+            high = int(np.searchsorted(ends_of, before + _PAIRS_PER_BLOCK, "right"))
+            high = max(high, low + 1)
+            one = np.repeat(np.arange(low, high), counts[low:high])
+            first_pair = ends_of[low:high] - counts[low:high] - before
+            other = one + 1 + np.arange(len(one)) - np.repeat(first_pair, counts[low:high])
+            order = line.order
+            yield self.members[order[one]], self.members[order[other]]
+            low = high
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,38 +212,3 @@ def stable_order(values: Ints) -> Ints | None:
 def _renumber(group: Ints) -> Ints:
     numbers: Ints = np.cumsum(np.diff(group, prepend=group[:1]) != 0)
     return numbers
-
-
-def _drop_single(members: Ints, group: Ints) -> tuple[Ints, Ints]:
-    """Forget the groups of one chunk: nothing is left for it to overlap with."""
-    is_shared = np.zeros(len(group), bool)
-    is_same = group[1:] == group[:-1]
-    is_shared[1:] = is_same
-    is_shared[:-1] |= is_same
-    return members[is_shared], _renumber(group[is_shared])
-
-
-def _candidates(
-    members: Ints, group: Ints, starts: Ints, ends: Ints
-) -> Iterator[tuple[Ints, Ints]]:
-    """Yield pairs of chunks that meet in the dimension where fewest do, block by block."""
-    if not len(members):
-        return
-    lines = [
-        _Line.of(group, starts[members, dim], ends[members, dim]) for dim in range(starts.shape[1])
-    ]
-    counts, line = min(
-        ((line.num_candidates(), line) for line in lines), key=lambda pair: int(pair[0].sum())
-    )
-    ends_of = np.cumsum(counts)
-    low = 0
-    while low < len(counts):
-        before = int(ends_of[low - 1]) if low else 0
-        high = int(np.searchsorted(ends_of, before + _PAIRS_PER_BLOCK, "right"))
-        high = max(high, low + 1)
-        one = np.repeat(np.arange(low, high), counts[low:high])
-        first_pair = ends_of[low:high] - counts[low:high] - before
-        other = one + 1 + np.arange(len(one)) - np.repeat(first_pair, counts[low:high])
-        order = line.order
-        yield members[order[one]], members[order[other]]
-        low = high
