@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dcpstore.config import ReadConfig, WriteConfig
@@ -56,6 +57,19 @@ class Folder:
             return False
         return True
 
+    @property
+    def policy(self) -> RetryPolicy:
+        """How long to keep trying."""
+        config = self._config
+        policy = RetryPolicy(
+            max_attempts=config.max_attempts,
+            total_deadline_s=config.retry_deadline_s,
+            timeout_floor_s=config.timeout_s,
+        )
+        if isinstance(config, WriteConfig):
+            return replace(policy, min_bytes_per_s=config.min_bytes_per_s)
+        return policy
+
     def open(self) -> Store:
         """Return the open store."""
         if self._store is None:
@@ -63,10 +77,7 @@ class Folder:
                 self.url,
                 storage_options=self._options,
                 engine=self._config.engine,
-                retry=RetryPolicy(
-                    max_attempts=self._config.max_attempts,
-                    total_deadline_s=self._config.retry_deadline_s,
-                ),
+                retry=self.policy,
             )
         return self._store
 

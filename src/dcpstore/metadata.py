@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcpstore.errors import CorruptError
+from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.keys import check_relative
 from dcpstore.manifest import Entry, ItemId, Manifest, Path, StoredItem
 from dcpstore.ranges import ByteRange
@@ -79,7 +79,11 @@ def planner_paths_of(planner_data: Any) -> Mapping[str, Path] | None:
 
 
 def metadata_from_manifest(manifest: Manifest) -> Metadata:
-    """Rebuild the ``Metadata`` of a checkpoint of ours, with `StoredItem` as storage data."""
+    """Rebuild the ``Metadata`` of a checkpoint of ours, with `StoredItem` as storage data.
+
+    Raises:
+        IncompatibleError: If this torch lacks a dtype, layout or memory format that is named.
+    """
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     storage: dict[MetadataIndex, StoredItem] = {}
     for one, item in manifest.items.items():
@@ -125,7 +129,24 @@ def stock_items(metadata: Metadata) -> dict[MetadataIndex, StoredItem]:
             "the checkpoint's metadata does not say where its items lie"
             f" (storage_data is {type(metadata.storage_data).__name__})"
         )
-    items = {}
+    try:
+        return _stored_items(metadata)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        # Only of metadata that came in by plain pickle: others were checked when they were opened.
+        raise CorruptError(
+            f"the checkpoint's metadata does not say where its items lie: {type(error).__name__}:"
+            f" {str(error)[:200]}"
+        ) from error
+
+
+def _stored_items(metadata: Metadata) -> dict[MetadataIndex, StoredItem]:
+    items: dict[MetadataIndex, StoredItem] = {}
+    keys: dict[str, str] = {}
+    tensors = {
+        fqn
+        for fqn, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
     for index, info in metadata.storage_data.items():
         try:
             path, start, length = info.relative_path, info.offset, info.length
@@ -136,11 +157,13 @@ def stock_items(metadata: Metadata) -> dict[MetadataIndex, StoredItem]:
         record = ByteRange(int(start), int(start) + int(length))
         if record.start < 0 or record.end < record.start:
             raise CorruptError(f"{index.fqn!r} has the impossible range {record}", key=str(path))
-        is_tensor = isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata)
+        key = keys.get(path)
+        if key is None:
+            key = keys[path] = check_relative(str(path))
         items[index] = StoredItem(
-            key=check_relative(str(path)),
+            key=key,
             record=record,
-            kind="record" if is_tensor else "bytes",
+            kind="record" if index.fqn in tensors else "bytes",
             payload=record,
             transforms=tuple(getattr(info, "transform_descriptors", None) or ()),
         )
@@ -183,7 +206,7 @@ def _name(value: object) -> str:
 def _value(name: str, kind: type) -> Any:
     value = getattr(torch, name, None)
     if not isinstance(value, kind):
-        raise CorruptError(
+        raise IncompatibleError(
             f"the manifest names torch.{name}, which this torch {torch.__version__} does not know"
             f" as a {kind.__name__}; load with the torch that saved it or a newer one"
         )

@@ -31,9 +31,9 @@ def keys_named_in(store: Store, data: memoryview, *, key: str, folder: str = "")
     seal = read_seal(data)
     if seal is None:
         return _named_in_pickle(data, key)
-    manifest = decode(get_manifest(store, data, seal, folder=folder))
+    manifest = decode(get_manifest(store, data, seal, folder=folder), key=seal.manifest_key or key)
     named = {one.key for one in manifest.objects}
-    named.update(item.key for item in manifest.items.values())
+    named.update(form.key for item in manifest.items.values() for form in item.forms)
     return named if seal.manifest_key is None else {*named, seal.manifest_key}
 
 
@@ -47,10 +47,7 @@ def _named_in_pickle(data: memoryview, key: str) -> set[str]:
     metadata = load_metadata_pickle(data, key=key)
     if not isinstance(metadata, Metadata):
         raise CorruptError(f"it holds a {type(metadata).__name__}, not DCP metadata", key=key)
-    try:
-        named = {item.key for item in stock_items(metadata).values()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CorruptError(f"it is damaged: {error!r}", key=key) from error
+    named = {item.key for item in stock_items(metadata).values()}
     if any(save_id_of(one) is not None for one in named):
         raise CorruptError("it was written by dcpstore and has lost its footer", key=key)
     return named

@@ -24,7 +24,7 @@ from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.dtypes import dtype_from_name
 from dcpstore.format.safetensors import TensorInFile
 from dcpstore.keys import save_id_of
-from dcpstore.manifest import StoredItem, decode
+from dcpstore.manifest import Manifest, StoredItem
 from dcpstore.metadata import metadata_from_manifest, stock_items
 from dcpstore.trust import load_metadata_pickle
 
@@ -32,18 +32,17 @@ __all__ = ["metadata_of_files", "open_ours", "open_stock"]
 
 
 def open_ours(
-    url: str, key: str, manifest_bytes: bytes, pickled: bytes | None, config: ReadConfig
+    url: str, key: str, manifest: Manifest, pickled: bytes | None, config: ReadConfig
 ) -> Metadata:
-    """Open a manifest of ours; the pickle only where the planner's data are nowhere else.
+    """Make torch's metadata of ours; open the pickle only for planner's data that lie nowhere else.
 
     Raises:
-        CorruptError: If it is damaged, or the pickle names more than data.
+        CorruptError: If the pickle is damaged or names more than data.
+        IncompatibleError: If this torch lacks a dtype, layout or memory format that is named.
     """
-    with collector_paused():
-        manifest = decode(manifest_bytes)
-        metadata = metadata_from_manifest(manifest)
+    metadata = metadata_from_manifest(manifest)
     if pickled is not None:
-        stock = load_metadata_pickle(pickled, key=key, allow_pickle=config.allow_pickle)
+        stock = _load(pickled, key, config)
         metadata.planner_data = stock.planner_data
     metadata.storage_meta = StorageMeta(checkpoint_id=url, save_id=manifest.save_id)
     return metadata
@@ -55,11 +54,11 @@ def open_stock(data: bytes, key: str, config: ReadConfig) -> Metadata:
     Raises:
         CorruptError: If it is damaged, names more than data, or was ours and lost its footer.
     """
-    metadata = load_metadata_pickle(data, key=key, allow_pickle=config.allow_pickle)
-    if not isinstance(metadata, Metadata):
-        raise CorruptError(f"{key} holds a {type(metadata).__name__}, not DCP metadata", key=key)
-    metadata.storage_data = items = stock_items(metadata)
-    if config.verify and any(save_id_of(item.key) for item in items.values()):
+    metadata = _load(data, key, config)
+    with collector_paused():
+        metadata.storage_data = items = stock_items(metadata)
+    keys = {item.key for item in items.values()}
+    if config.verify and any(map(save_id_of, keys)):
         raise CorruptError(
             f"{key} was written by dcpstore and has lost the footer that leads to its checksums:"
             " it was cut short, or another tool rewrote it. Save again, or load it unverified with"
@@ -68,6 +67,15 @@ def open_stock(data: bytes, key: str, config: ReadConfig) -> Metadata:
         )
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def _load(data: bytes, key: str, config: ReadConfig) -> Metadata:
+    metadata = load_metadata_pickle(
+        data, key=key, allow_pickle=config.allow_pickle, max_bytes=config.max_metadata_bytes
+    )
+    if not isinstance(metadata, Metadata):
+        raise CorruptError(f"{key} holds a {type(metadata).__name__}, not DCP metadata", key=key)
     return metadata
 
 

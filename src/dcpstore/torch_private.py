@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpstore.errors import IncompatibleError
@@ -29,7 +29,6 @@ __all__ = [
     "default_extension_registry",
     "flatten_sharded_tensors",
     "flatten_state_dict",
-    "flatten_state_dict_2_3",
     "group_of_sharded_tensor",
     "is_in_mesh",
     "make_sharded_tensor",
@@ -39,6 +38,7 @@ __all__ = [
     "named_storage_class",
     "narrow",
     "rebuild_functions",
+    "refused_globals",
     "set_element",
     "storage_identity",
     "tensor_attributes",
@@ -112,8 +112,8 @@ def default_extension_registry() -> Any:
 
 
 # --- planners ------------------------------------------------------------------------
-# Flattening decides the keys of a checkpoint, so it must be torch's own; the same holds for
-# which chunks a tensor has. All of these have been where they are since torch 2.4.
+# Which chunks a tensor has must be torch's own decision. All of these have been where they are
+# since torch 2.4.
 
 
 def flatten_state_dict(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,21 +121,6 @@ def flatten_state_dict(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten
 
     return flatten(state_dict)
-
-
-def flatten_state_dict_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Flatten as torch up to 2.3 did: lists without tensors stay whole."""
-    from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
-
-    flat: dict[str, Any] = {}
-    paths: dict[str, Any] = {}
-
-    def keep(path: Any, value: Any) -> None:
-        fqn = ".".join(map(str, path))
-        flat[fqn], paths[fqn] = value, path
-
-    traverse_state_dict_v_2_3(state_dict, keep)
-    return flat, paths
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -346,6 +331,27 @@ def weights_only_unpickler(data: bytes) -> Any:
     from torch._weights_only_unpickler import Unpickler
 
     return Unpickler(io.BytesIO(data), encoding="utf-8")
+
+
+def refused_globals(names: Iterable[tuple[str, str]]) -> list[str]:
+    """Return which names in a pickle ``torch.load(weights_only=True)`` refuses.
+
+    Args:
+        names: Modules and names as they stand in a pickle of protocol 2, whose modules may have
+            the names that they had in Python 2.
+    """
+    from torch import _weights_only_unpickler
+
+    torchs: Any = _weights_only_unpickler
+    allowed = {*torchs._get_allowed_globals(), *torchs._get_user_allowed_globals()}  # noqa: SLF001
+    refused = set()
+    for module, name in names:
+        if (module, name) in torchs.NAME_MAPPING:
+            module, name = torchs.NAME_MAPPING[module, name]
+        full = f"{torchs.IMPORT_MAPPING.get(module, module)}.{name}"
+        if full not in allowed:
+            refused.add(full)
+    return sorted(refused)
 
 
 def named_storage_class(name: str) -> Any:

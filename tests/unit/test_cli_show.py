@@ -126,7 +126,15 @@ def test_every_branch_adds_up_what_lies_below_it() -> None:
 def ours(tmp_path: Path) -> Path:
     """A checkpoint with metadata and no data: two shards, a scalar, a value, an extra item."""
     objects = [data_key(0, 0, SAVE), data_key(1, 0, SAVE)]
-    properties = json.dumps({"dtype": "bfloat16"})
+    properties = json.dumps(
+        {
+            "dtype": "bfloat16",
+            "layout": "strided",
+            "memory_format": "contiguous_format",
+            "requires_grad": False,
+            "pin_memory": False,
+        }
+    )
 
     def item(rank: int, start: int, length: int, kind: str = "raw", sizes=()) -> StoredItem:
         record = ByteRange(start, start + length)

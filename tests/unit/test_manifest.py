@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import json
 import struct
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import crc32c
 import numpy as np
@@ -11,42 +17,47 @@ from dcpstore.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, d
 from dcpstore.ranges import ByteRange
 
 
+def properties(dtype: str) -> str:
+    fields = {"dtype": dtype, "layout": "strided", "memory_format": "contiguous_format"}
+    return json.dumps({**fields, "requires_grad": False, "pin_memory": False})
+
+
 def example() -> Manifest:
     key = "__0_0.0123456789abcdef.distcp"
     raw = StoredItem(
         key=key,
-        record=ByteRange(64, 2000),
+        record=ByteRange(64, 9000),
         kind="raw",
-        payload=ByteRange(512, 1536),
+        payload=ByteRange(512, 8704),
         dtype="bfloat16",
-        sizes=(16, 32),
+        sizes=(16, 256),
         checksums=np.array([1, 2**32 - 1], np.uint32),
-        block_bytes=512,
+        block_bytes=4096,
     )
     scalar = StoredItem(
         key=key,
-        record=ByteRange(2000, 2500),
+        record=ByteRange(9000, 9500),
         kind="raw",
-        payload=ByteRange(2400, 2404),
+        payload=ByteRange(9400, 9404),
         dtype="float32",
         checksums=np.array([7], np.uint32),
-        block_bytes=512,
+        block_bytes=4096,
         inline=b"\x00\x01\x02\x03",
     )
     value = StoredItem(
         key=key,
-        record=ByteRange(2500, 2500),
+        record=ByteRange(9500, 9500),
         kind="bytes",
-        payload=ByteRange(2500, 2500),
+        payload=ByteRange(9500, 9500),
         transforms=("stream.zstd/1", "other/2"),
-        block_bytes=512,
+        block_bytes=4096,
         inline=b"",
     )
     return Manifest(
         save_id="0123456789abcdef",
         entries=(
-            Entry("model.w", '{"dtype":"bfloat16"}', (48, 32)),
-            Entry("step", '{"dtype":"float32"}', ()),
+            Entry("model.w", properties("bfloat16"), (48, 256)),
+            Entry("step", properties("float32"), ()),
             Entry("naïve \U0001f600 key", None),
             Entry("extra", None, in_state_dict=False),
         ),
@@ -56,7 +67,7 @@ def example() -> Manifest:
             ItemId("naïve \U0001f600 key", None): value,
             ItemId("extra", None): value,
         },
-        objects=(DataObject(key, 2500, '"etag"'), DataObject("other", 0, None)),
+        objects=(DataObject(key, 9500, '"etag"'), DataObject("other", 0, None)),
         planner_paths={"model.w": ("model", "w"), "step": ("opt", 0, "step")},
         info={"torch": "2.13.0"},
     )
@@ -119,7 +130,7 @@ def test_an_object_outside_the_folder_is_refused() -> None:
 
 def test_a_large_manifest_costs_few_bytes_per_item() -> None:
     num = 20_000
-    entries = tuple(Entry(f"layers.{i}.scale", '{"dtype":"float32"}', ()) for i in range(num))
+    entries = tuple(Entry(f"layers.{i}.scale", properties("float32"), ()) for i in range(num))
     items = {
         ItemId(entry.fqn, ()): StoredItem(
             key="__0_0.0123456789abcdef.distcp",
@@ -136,3 +147,321 @@ def test_a_large_manifest_costs_few_bytes_per_item() -> None:
     objects = (DataObject("__0_0.0123456789abcdef.distcp", 600 * num),)
     data = encode(Manifest("0" * 16, entries, items, objects))
     assert len(data) < 25 * num  # 8 of them are the value and its checksum
+
+
+# --- the gate -----------------------------------------------------------------------------
+
+
+Fields = dict[str, Any]
+Columns = dict[str, np.ndarray]
+
+
+def resealed(change: Callable[[Fields, Columns], object], before: Manifest | None = None) -> bytes:
+    """Encode a manifest of which something was changed, with checksums that are right."""
+    data = encode(before or example())
+    _, version, header_bytes = struct.unpack_from("<8sII", data)
+    fields = json.loads(data[16 : 16 + header_bytes])
+    at = 16 + header_bytes
+    columns: Columns = {}
+    for name, dtype, _, num_bytes in fields["columns"]:
+        columns[name] = np.frombuffer(zlib.decompress(data[at : at + num_bytes]), dtype).copy()
+        at += num_bytes
+    del fields["columns"]
+    change(fields, columns)
+    parts = {
+        name: one if isinstance(one, tuple) else (one.dtype.name, len(one), packed(one))
+        for name, one in columns.items()
+    }
+    described = [[name, dtype, count, len(part)] for name, (dtype, count, part) in parts.items()]
+    text = json.dumps({"columns": described, **fields}).encode()
+    stored = b"".join(part for _, _, part in parts.values())
+    body = struct.pack("<8sII", b"DCPSTORE", version, len(text)) + text + stored
+    return body + struct.pack("<I", crc32c.crc32c(body))
+
+
+def packed(column: np.ndarray) -> bytes:
+    return zlib.compress(column.tobytes(), 1)
+
+
+def setting(name: str, row: int, value: int) -> Callable[[Fields, Columns], None]:
+    def change(_: Fields, columns: Columns) -> None:
+        columns[name][row] = value
+
+    return change
+
+
+def replacing(name: str, column: object) -> Callable[[Fields, Columns], None]:
+    return lambda _, columns: columns.update({name: column})
+
+
+def telling(name: str, value: object) -> Callable[[Fields, Columns], None]:
+    return lambda fields, _: fields.update({name: value})
+
+
+def text_column(text: str | bytes) -> np.ndarray:
+    return np.frombuffer(text if isinstance(text, bytes) else text.encode(), np.uint8)
+
+
+def test_a_manifest_that_nothing_was_changed_of_passes() -> None:
+    assert decode(resealed(lambda *_: None)).entries == example().entries
+
+
+HUGE = 2**63
+DAMAGE = {
+    # one value of a column: the row that is wrong is named by its key
+    "an entry that is not there": (setting("item.entry", 1, 4), "item.entry .*row 1"),
+    "an object that is not there": (setting("item.object", 0, 2), "item.object .*'model.w'"),
+    "a start beyond the object": (setting("item.start", 0, 9501), "item.start .*'model.w'"),
+    "a huge start": (setting("item.start", 0, HUGE), "item.start"),
+    "a start that wraps around": (setting("item.start", 0, 2**64 - 1), "item.start"),
+    "a record beyond the object": (setting("item.length", 1, 501), "item.length .*'step'"),
+    "a huge length": (setting("item.length", 0, 2**64 - 1), "item.length"),
+    "a payload beyond the record": (
+        setting("item.payload_offset", 1, 500),
+        "item.payload_length .*'step'",
+    ),
+    "a payload that starts beyond it": (
+        setting("item.payload_offset", 1, 2**32 - 1),
+        "item.payload_offset",
+    ),
+    "a huge payload": (setting("item.payload_length", 0, HUGE), "item.payload_length"),
+    "a shorter payload": (setting("item.payload_length", 1, 3), "item.inline .*'step'"),
+    "a kind that there is not": (setting("item.kind", 0, 3), "item.kind .*'model.w'"),
+    "a dtype below the strings": (setting("item.dtype", 0, -1), "item.dtype .*'model.w'"),
+    "a dtype beyond the strings": (setting("item.dtype", 0, 99), "item.dtype .*'model.w'"),
+    "transforms that are not there": (setting("item.transforms", 1, -7), "item.transforms"),
+    "a transform of plain elements": (setting("item.transforms", 0, 0), "item.transforms"),
+    "more blocks": (setting("item.blocks", 0, 3), "item.blocks .*'model.w'"),
+    "a negative number of blocks": (setting("item.blocks", 0, -2), "item.blocks"),
+    "a huge number of blocks": (setting("item.blocks", 0, HUGE - 1), "item.blocks"),
+    "a longer inline payload": (setting("item.inline", 1, 5), "item.inline .*'step'"),
+    "a negative inline payload": (setting("item.inline", 1, -2), "item.inline"),
+    "has_offsets of 2": (setting("item.has_offsets", 0, 2), "item.has_offsets"),
+    "offsets for what has none": (setting("item.has_offsets", 0, 0), "item.offsets .*'model.w'"),
+    "no offsets for a tensor": (setting("item.has_offsets", 1, 0), "item.has_offsets .*'step'"),
+    "a negative offset": (setting("item.offsets.flat", 0, -1), "item.offsets.flat"),
+    "a chunk outside its tensor": (setting("item.offsets.flat", 0, 33), "item.offsets .*'model.w'"),
+    "a huge offset": (setting("item.offsets.flat", 0, HUGE - 1), "item.offsets .*'model.w'"),
+    "a negative size": (setting("item.sizes.flat", 0, -16), "item.sizes.flat"),
+    "a larger chunk": (setting("item.sizes.flat", 0, 17), "item.offsets .*'model.w'"),
+    "a smaller chunk": (setting("item.sizes.flat", 0, 15), "item.payload_length .*'model.w'"),
+    "a smaller tensor": (setting("entry.sizes.flat", 0, 47), "item.offsets .*'model.w'"),
+    "a negative tensor": (setting("entry.sizes.flat", 0, -48), "entry.sizes.flat"),
+    "a tensor beyond all bounds": (setting("entry.sizes.flat", 0, HUGE - 1), "entry.sizes"),
+    "dimensions that do not add up": (setting("item.sizes.ndim", 0, 3), "item.sizes.ndim"),
+    "dimensions of another item": (
+        replacing("item.sizes.ndim", np.array([0, 2, 0, 0], np.uint8)),
+        "item.sizes .*'model.w'",
+    ),
+    "properties that are not there": (setting("entry.properties", 0, 5), "entry.properties"),
+    "properties below -1": (setting("entry.properties", 2, -2), "entry.properties"),
+    "properties that are a dtype": (setting("entry.properties", 0, 2), "entry.properties"),
+    "in_state_dict of 2": (setting("entry.in_state_dict", 0, 2), "entry.in_state_dict"),
+    "a shape of a value": (setting("entry.properties", 0, -1), "entry.sizes .*'model.w'"),
+    "a huge object": (setting("object.size", 1, HUGE), "object.size"),
+    "a smaller object": (setting("object.size", 0, 9499), "item.start .*key'"),
+    "names that do not add up": (setting("entry.fqn.length", 0, 8), "entry.fqn.length"),
+    "a name of a half character": (setting("entry.fqn.text", 0, 0xFF), "entry.fqn.text"),
+    "a name twice": (
+        replacing("entry.fqn.length", np.array([0, 0, 26, 5], np.uint32)),
+        "entry.fqn .*there twice",
+    ),
+    # whole columns
+    "more checksums": (replacing("checksums", np.zeros(4, np.uint32)), "checksums .* 4 .* 3"),
+    "fewer inline bytes": (replacing("inline", text_column("abc")), "inline .* 3 .* 4"),
+    "fewer rows": (replacing("item.kind", np.zeros(3, np.uint8)), "item.kind .* 3 .* 4"),
+    "another dtype": (replacing("item.start", np.zeros(4, np.float64)), "item.start .*float64"),
+    "a dtype of Python": (replacing("inline", ("object", 4, b"")), "inline .*object"),
+    "a dtype that is no word": (replacing("inline", ([], 4, b"")), "header .*dtype"),
+    "a missing column": (lambda _, c: c.pop("item.start"), "item.start .*not there"),
+    "no zlib": (replacing("inline", ("uint8", 4, b"1234")), "inline .*decompress"),
+    "half a column": (
+        replacing("inline", ("uint8", 4, packed(text_column("abcd"))[:-3])),
+        "inline .*decompress",
+    ),
+    "two columns in one": (
+        replacing("inline", ("uint8", 4, packed(text_column("abcd")) * 2)),
+        "inline .*decompress",
+    ),
+    "a longer column": (
+        replacing("inline", ("uint8", 4, packed(text_column("abcde")))),
+        "inline .*decompress",
+    ),
+    "a column of 4 GB": (
+        replacing("inline", ("uint8", 1 << 32, packed(text_column("abcd")))),
+        "4294967.* more than 64 times",
+    ),
+    "a negative count": (replacing("inline", ("uint8", -1, b"")), "header .*count"),
+    "a count of NaN": (replacing("inline", ("uint8", float("nan"), b"")), "header .*NaN"),
+    "a true count": (replacing("inline", ("uint8", True, b"")), "header .*True"),
+    "columns twice": (
+        telling("columns", [["inline", "uint8", 0, 0]] * 2),
+        "inline .*twice",
+    ),
+    "columns that are no list": (telling("columns", 5), "header"),
+    "a column that is a number": (telling("columns", [5]), "header"),
+    "no columns": (telling("columns", []), "columns take 0"),
+    "columns that end behind the object": (
+        telling("columns", [["unknown", "uint8", 0, 1 << 40]]),
+        "columns take",
+    ),
+    # the header
+    "a save id that climbs": (telling("save_id", "../../../../etc/a"), "header .*save id"),
+    "a save id that is none": (telling("save_id", None), "header .*save id"),
+    "info that is a list": (telling("info", []), "header .*info"),
+    "a flag that is a number": (telling("has_other_planner_data", 1), "header"),
+    "strings that are a text": (telling("strings", "abc"), "header .*strings"),
+    "strings that are numbers": (telling("strings", [1]), "header .*strings"),
+    "blocks of 1 byte": (telling("block_bytes", 1), "header .*block_bytes=1 "),
+    "blocks of no power of two": (telling("block_bytes", 4097), "header .*block_bytes"),
+    "negative blocks": (telling("block_bytes", -4096), "header"),
+    "huge blocks": (telling("block_bytes", 2**70), "header"),
+    "broken blocks": (telling("block_bytes", 4096.0), "header"),
+    "blocks of no size": (telling("block_bytes", 0), "item.blocks"),
+    "other blocks": (telling("block_bytes", 8192), "item.blocks .*'model.w'"),
+    # planner_paths
+    "paths that are no JSON": (replacing("planner_paths", text_column("{")), "planner_paths"),
+    "paths that are a map": (replacing("planner_paths", text_column("{}")), "planner_paths"),
+    "a path that is a text": (replacing("planner_paths", text_column('[["a","b"]]')), "'a'"),
+    "a path of no key": (replacing("planner_paths", text_column("[[1,[]]]")), "planner_paths"),
+    "a path of floats": (replacing("planner_paths", text_column('[["a",[1.5]]]')), "'a'"),
+    "a path of truths": (replacing("planner_paths", text_column('[["a",[true]]]')), "'a'"),
+    "a path of lists": (replacing("planner_paths", text_column('[["a",[[]]]]')), "'a'"),
+    "a path twice": (replacing("planner_paths", text_column('[["a",["a"]],["a",["b"]]]')), "twice"),
+    "half a path": (replacing("planner_paths", text_column('[["a"]]')), "planner_paths"),
+    "paths in paths": (replacing("planner_paths", text_column("[" * 90_000)), "planner_paths"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_no_checkpoint_can_be_is_refused_with_its_place(what: str) -> None:
+    change, match = DAMAGE[what]
+    with pytest.raises(CorruptError, match=f"(?s)^the/object: the manifest.*{match}") as caught:
+        decode(resealed(change), key="the/object")
+    assert caught.value.key == "the/object"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"dtype":1}', properties("float32").replace("false", "0"), properties("a.b")],
+)
+def test_damaged_properties_are_refused_with_their_key(text: str) -> None:
+    with pytest.raises(CorruptError, match=r"entry.properties .*'model.w'") as caught:
+        decode(resealed(lambda fields, _: fields["strings"].__setitem__(0, text)))
+    assert caught.value.fqn == "model.w"
+
+
+def test_a_chunk_that_is_there_twice_with_different_contents_is_refused() -> None:
+    before = example()
+    checksums = np.array([1, 2], np.uint32)
+    other = replace(before.items[ItemId("model.w", (32, 0))], checksums=checksums)
+    manifest = replace(before, items={**before.items, ItemId("model.w", (16, 0)): other})
+    assert len(decode(encode(manifest)).items) == 5
+    with pytest.raises(CorruptError, match=r"\(32, 0\) is there twice .*'model.w'"):
+        decode(
+            resealed(lambda _, columns: columns["item.offsets.flat"].__setitem__(2, 32), manifest)
+        )
+
+
+def test_a_dtype_that_only_a_newer_release_knows_is_refused_by_name() -> None:
+    def change(fields: Fields, _: Columns) -> None:
+        fields["strings"] = [text.replace("bfloat16", "float3") for text in fields["strings"]]
+
+    with pytest.raises(IncompatibleError, match=r"'float3' .*'model.w'.*Update dcpstore"):
+        decode(resealed(change))
+
+
+def test_columns_that_are_not_known_are_not_even_decompressed() -> None:
+    zeros = zlib.compress(bytes(64 << 20))
+    data = resealed(replacing("from the future", ("uint8", 64 << 20, zeros)))
+    tracemalloc.start()
+    assert decode(data).entries == example().entries
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_zeros_that_were_packed_well_are_refused_before_they_are_unpacked() -> None:
+    stored = zlib.compress(bytes(64 << 20))
+    tracemalloc.start()
+    for count in (64 << 18, 1, 2**62):
+        with pytest.raises(CorruptError, match="manifest"):
+            decode(resealed(replacing("checksums", ("uint32", count, stored))))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 << 20
+
+
+def test_a_manifest_of_more_than_the_allowed_memory_is_refused() -> None:
+    data = encode(example())
+    with pytest.raises(IncompatibleError, match="max_metadata_bytes=10000"):
+        decode(data, max_bytes=10_000)
+    assert decode(data, max_bytes=100_000).entries == example().entries
+
+
+# --- version 2 ------------------------------------------------------------------------------
+
+
+def example_2() -> Manifest:
+    """The example with an encoding of its first value."""
+    before = example()
+    one = ItemId("naïve \U0001f600 key", None)
+    encoded = replace(
+        before.items[one],
+        record=ByteRange(9000, 9100),
+        payload=ByteRange(9000, 9100),
+        kind="value",
+        checksums=np.array([5], np.uint32),
+        inline=bytes(100),
+    )
+    items = {**before.items, one: replace(before.items[one], encoded=encoded)}
+    return replace(before, items=items)
+
+
+def test_an_encoding_makes_it_version_2_and_survives() -> None:
+    manifest = example_2()
+    assert (encode(example())[8], encode(manifest)[8]) == (1, 2)
+    again = decode(encode(manifest))
+    assert list(again.items) == list(manifest.items)
+    for one, item in manifest.items.items():
+        for form, other in zip(item.forms, again.items[one].forms, strict=True):
+            assert same_item(replace(form, encoded=None), replace(other, encoded=None))
+
+
+def test_version_1_has_no_encodings() -> None:
+    with pytest.raises(CorruptError, match=r"item\.kind .*no such kind .*key"):
+        decode(resealed(setting("item.kind", 2, 3)))
+
+
+def test_a_need_that_is_not_known_is_refused_by_name() -> None:
+    data = resealed(telling("needs", ["values", "blocks"]), example_2())
+    with pytest.raises(IncompatibleError, match=r"needs \['blocks'\].*Update dcpstore"):
+        decode(data)
+
+
+@pytest.mark.parametrize("needs", [None, "values", [1], {"values": 1}])
+def test_damaged_needs_are_refused(needs: object) -> None:
+    with pytest.raises(CorruptError, match="header is damaged"):
+        decode(resealed(telling("needs", needs), example_2()))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "value"),
+    [
+        ("item.kind", 0, 3),  # the first row of all
+        ("item.kind", 1, 3),  # behind a tensor's
+        ("item.kind", 2, 0),  # its own value is no value's bytes any more
+        ("item.kind", 4, 3),  # behind another encoding
+        ("item.entry", 3, 3),  # of another key
+        ("item.has_offsets", 3, 1),
+        ("item.has_offsets", 2, 1),
+    ],
+)
+def test_an_encoding_without_its_value_is_refused(name: str, row: int, value: int) -> None:
+    with pytest.raises(CorruptError, match="the manifest's column item"):
+        decode(resealed(setting(name, row, value), example_2()))
+
+
+def test_an_encoding_beyond_its_object_is_refused() -> None:
+    with pytest.raises(CorruptError, match=r"item\.length .*beyond its object's end .*key"):
+        decode(resealed(setting("item.length", 3, 501), example_2()))

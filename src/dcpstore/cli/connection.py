@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "add_connection_arguments", "open_given_store", "read_connection"]
 
 _TEXTS = frozenset({"key", "secret", "token", "username", "password", "profile", "project"})
-_RETRY_S = 30.0
+_RETRY_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)

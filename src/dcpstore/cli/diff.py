@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
 
 
 def _lines(found: Comparison) -> Iterator[str]:
-    yield found.summary()
+    yield from found.summary().splitlines()
     yield from map(str, found.differences)
 
 

@@ -2,7 +2,8 @@
 
 Standard output carries the result and nothing else: lines for people, or one JSON document
 with ``--json``. Everything on the way (notes, warnings, progress, errors) goes to standard
-error: as text, or as one JSON object a line with ``--json``.
+error: as text, or as one JSON object a line with ``--json``. What does not print is escaped, since
+names in a bucket are anybody's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 from dcpstore.cli.exit_codes import ExitCode
 from dcpstore.errors import CheckpointError
 from dcpstore.progress import Progress, ProgressCallback
-from dcpstore.text import size_text
+from dcpstore.text import printable, size_text
 
 __all__ = ["Output"]
 
@@ -75,11 +76,11 @@ class Output:
             self.stdout.write(text + "\n")
         else:
             for line in lines:
-                self.stdout.write(line + "\n")
+                self.stdout.write(printable(line) + "\n")
 
     def line(self, text: str) -> None:
         """Print a line of a result that people watch as it comes. Not with ``--json``."""
-        self.stdout.write(text + "\n")
+        self.stdout.write(printable(text, keep="\n") + "\n")
         self.stdout.flush()
 
     def note(self, text: str) -> None:
@@ -162,7 +163,7 @@ class Output:
     def _say(self, text: str) -> None:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        self.stderr.write(text + "\n")
+        self.stderr.write(printable(text, keep="\n") + "\n")
         self.stderr.flush()
 
 

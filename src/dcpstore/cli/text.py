@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
+from dcpstore.text import printable
+
 __all__ = ["format_age", "format_time", "table"]
 
 _AGES = ((365 * 86400, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -38,7 +40,7 @@ def table(
         rows: Their cells.
         right: Columns aligned to the right.
     """
-    lines = [list(header), *(list(row) for row in rows)]
+    lines = [list(header), *(list(map(printable, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     to_right = frozenset(right)
     for line in lines:

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
 
 
 def _lines(found: Verification) -> Iterator[str]:
-    yield found.summary()
+    yield from found.summary().splitlines()
     yield from map(str, found.findings)
 
 

@@ -21,12 +21,13 @@ from typing import Literal, TypeAlias
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dcpstore.planners.values import ValueRecord
 from dcpstore.planning.boxes import bands
 from dcpstore.reading import BoxRead, Checkpoint
 
 __all__ = ["Block", "Content", "plan_blocks", "plan_value", "read_blocks"]
 
-Content: TypeAlias = "torch.Tensor | bytes"
+Content: TypeAlias = "torch.Tensor | ValueRecord"
 
 _ALIGN_BYTES = 16
 
@@ -38,7 +39,7 @@ class Block:
     Attributes:
         fqn: Key in the source.
         kind: ``"box"`` of a tensor; ``"opaque"`` tensor, which is more than its elements;
-            ``"value"``, as pickled.
+            ``"value"``, as pickled and encoded.
         offsets: First element in each dimension of the whole tensor.
         sizes: Elements in each dimension.
         dtype: What the elements are converted to.
@@ -56,7 +57,7 @@ class Block:
 def plan_value(checkpoint: Checkpoint, fqn: str) -> Block:
     """Return the block of a value."""
     (item,) = checkpoint.items_of(fqn)
-    return Block(fqn, "value", num_bytes=item.record.num_bytes)
+    return Block(fqn, "value", num_bytes=sum(form.record.num_bytes for form in item.forms))
 
 
 def plan_blocks(
@@ -193,7 +194,7 @@ def _read_batch(
         found[number] = target
         reads.append(BoxRead(block.fqn, block.offsets, target))
     checkpoint.read_boxes(reads)
-    values = checkpoint.read_value_bytes(b.fqn for b in batch if b.kind == "value")
+    values = checkpoint.read_value_records(b.fqn for b in batch if b.kind == "value")
     return [
         (block, values[block.fqn] if block.kind == "value" else found[number])
         for number, block in enumerate(batch)

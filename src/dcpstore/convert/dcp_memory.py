@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.convert.output import part_bytes_for
 from dcpstore.errors import ConfigError
+from dcpstore.store.limits import limits_of
 
 __all__ = ["Shares", "share_budget"]
 
@@ -48,7 +49,8 @@ class Shares:
         """Return how to write checkpoints within the share."""
         config = config or WriteConfig()
         largest_bytes = max(object_bytes, self.block_bytes)
-        part_bytes = part_bytes_for(2 * largest_bytes, self.output_bytes)
+        # The strictest limits: the store is not open yet.
+        part_bytes = part_bytes_for(2 * largest_bytes, self.output_bytes, limits_of("s3"))
         return replace(
             config,
             budget_bytes=self.output_bytes,

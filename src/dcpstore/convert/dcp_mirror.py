@@ -12,14 +12,16 @@ the new metadata name them; a checkpoint by a stock writer keeps all names, and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpstore.collectives import RankGroup, steps
-from dcpstore.commit import probe, sweep
+from dcpstore.commit import Proof, probe, sweep
 from dcpstore.convert.dcp_memory import Shares
 from dcpstore.convert.dcp_objects import CopyTask
 from dcpstore.convert.dcp_share import own_run
@@ -27,7 +29,7 @@ from dcpstore.convert.dcp_transfer import Copied, Transfer, copy_objects, verify
 from dcpstore.convert.output import MIN_OUTPUT_BYTES, Outputs, is_surely_unpublished
 from dcpstore.errors import AlreadyExistsError, CorruptError, RankFailures
 from dcpstore.keys import METADATA_KEY, data_key, save_id_of
-from dcpstore.manifest import DataObject, StoredItem, decode
+from dcpstore.manifest import DataObject, StoredItem
 from dcpstore.progress import Meter
 from dcpstore.reading import Checkpoint
 from dcpstore.store.base import Store
@@ -50,6 +52,7 @@ class Mirror(Protocol):
 
         Raises:
             AlreadyExistsError: If a checkpoint lies there that may not be replaced.
+            CorruptError: If the source does not hold all of a tensor.
         """
 
     def seal(self, stored: Mapping[str, DataObject]) -> None:
@@ -73,21 +76,27 @@ class MirrorOfOurs:
 
     def plan(self) -> list[CopyTask]:
         """Look at the target, and say what to copy."""
+        self._checkpoint.require_whole(self._checkpoint.keys)
         save_id = self._writer.storage_meta().save_id
         assert save_id is not None
         self._writer.set_up_storage_writer(True)
         self._writer.await_look()
-        manifest_bytes = self._checkpoint.discovered.manifest
-        assert manifest_bytes is not None
-        manifest = decode(manifest_bytes)
+        # It was within the limit of the checkpoint's own config when that was opened.
+        manifest = self._checkpoint.discovered.decode_manifest(sys.maxsize)
         items = _by_object(manifest.items.values())
+        ends: dict[str, int] = {}
+        for form in chain.from_iterable(one.forms for one in manifest.items.values()):
+            ends[form.key] = max(ends.get(form.key, 0), form.record.end)
         objects = sorted(manifest.objects, key=lambda stored: stored.key)
         self._new_keys = _fresh_names([stored.key for stored in objects], save_id)
         return [
             CopyTask(
                 stored.key,
                 self._new_keys[stored.key],
-                stored.size_bytes,
+                # No record vouches for the size of an object that is longer than its records.
+                stored.size_bytes
+                if stored.size_bytes == ends.get(stored.key)
+                else _size_of(self._checkpoint.store, stored.key, stored.size_bytes),
                 tuple(items.get(stored.key, ())),
             )
             for stored in objects
@@ -97,7 +106,7 @@ class MirrorOfOurs:
         """Seal a metadata that names the copies."""
         results = []
         for index, item in self._checkpoint.metadata.storage_data.items():
-            moved = replace(item, key=self._new_keys[item.key])
+            moved = item.moved(self._new_keys)
             written = Written(moved, stored[moved.key])
             results.append(WriteResult(index, item.record.num_bytes, written))
         self._writer.finish(replace(self._checkpoint.metadata), [results])
@@ -132,6 +141,7 @@ class MirrorOfStock:
 
     def plan(self) -> list[CopyTask]:
         """Look at the target, and say what to copy."""
+        self._checkpoint.require_whole(self._checkpoint.keys)
         if probe(self._store, METADATA_KEY) is not None:
             raise AlreadyExistsError(
                 f"{self._store.url} already holds a checkpoint. A checkpoint by another writer"
@@ -222,7 +232,8 @@ def mirror(
         is_leftover = not may_be_sealed or is_surely_unpublished(error, group, _STEP_SEAL)
         if is_leftover and (fresh or not _sealed_by_another(error, group)):
             made = [task.key for task in own] if fresh else done[0].stored if done else ()
-            sweep(target, made if fresh or not overwrite else (), why="this failed copy")
+            doomed = made if fresh or not overwrite else ()
+            sweep(target, doomed, Proof.NOT_BEGUN, why="this failed copy")
         raise
 
 
@@ -236,7 +247,7 @@ def _sealed_by_another(error: BaseException, group: RankGroup) -> bool:
 def _by_object(items: Iterable[StoredItem]) -> dict[str, list[StoredItem]]:
     """Return the items that have checksums, by their object."""
     found: dict[str, list[StoredItem]] = {}
-    for item in items:
+    for item in chain.from_iterable(one.forms for one in items):
         if item.checksums is not None:
             found.setdefault(item.key, []).append(item)
     return found

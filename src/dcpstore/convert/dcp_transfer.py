@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from dcpstore.commit import sweep
+from dcpstore.commit import Proof, sweep
 from dcpstore.convert.dcp_memory import Shares
 from dcpstore.convert.dcp_objects import CopyTask, ObjectCheck, pass_ranges, pass_through
 from dcpstore.convert.output import Outputs, reject_existing
@@ -169,7 +169,7 @@ class _ServerCopies:
 def _take_back(transfer: Transfer, keys: Mapping[str, object]) -> None:
     """Delete what was copied although the whole failed; what replaced an object stays."""
     if not transfer.overwrite:
-        sweep(transfer.target, keys, why="this failed copy")
+        sweep(transfer.target, keys, Proof.NOT_BEGUN, why="this failed copy")
 
 
 def _copy_through(

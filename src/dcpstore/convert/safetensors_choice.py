@@ -49,6 +49,7 @@ def choose_tensors(
     Raises:
         ConfigError: If the selection or ``tied`` does not fit the checkpoint.
         IncompatibleError: If the format cannot hold something of it.
+        CorruptError: If the checkpoint does not hold all of a tensor.
     """
     names = selection.names(checkpoint.keys)
     entries = checkpoint.tensors
@@ -66,6 +67,7 @@ def choose_tensors(
         raise ConfigError(
             f"nothing to convert: {checkpoint.url} has no tensor among the chosen keys"
         )
+    checkpoint.require_whole(one.fqn for one in tensors)
     aliases = _find_aliases(checkpoint, tensors, tied)
     kept = tuple(one for one in tensors if one.fqn not in aliases)
     check_formats(kept)

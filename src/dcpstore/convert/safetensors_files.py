@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from dcpstore.collectives import RankGroup, steps
-from dcpstore.commit import sweep
+from dcpstore.commit import Proof, sweep
 from dcpstore.convert.dcp_blocks import Block, plan_blocks, read_blocks
 from dcpstore.convert.dcp_memory import Shares
 from dcpstore.convert.output import Outputs, is_surely_unpublished
@@ -82,7 +82,7 @@ class FilesJob:
                 self._write(store, plan, replaced)
             except BaseException as error:
                 if not self._overwrite and is_surely_unpublished(error, self._group, _STEP_PUBLISH):
-                    sweep(store, self._written, why="this failed conversion")
+                    sweep(store, self._written, Proof.NOT_BEGUN, why="this failed conversion")
                 raise
         return self._result(choice, plan)
 

@@ -12,17 +12,16 @@ new: several files     the old one; from the removal of its index on, none that
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dcpstore.commit import sweep
+from dcpstore.commit import Proof, sweep
 from dcpstore.convert.output import MIN_OUTPUT_BYTES, Outputs
 from dcpstore.convert.safetensors_layout import SINGLE_FILE, FolderPlan
-from dcpstore.discovery import INDEX_FILE
-from dcpstore.errors import AlreadyExistsError, NotFoundError
+from dcpstore.discovery import INDEX_FILE, read_index
+from dcpstore.errors import AlreadyExistsError, CorruptError, NotFoundError
 from dcpstore.store.base import Store
 
 __all__ = ["Replaced", "finish_folder", "prepare_folder"]
@@ -66,7 +65,7 @@ def finish_folder(store: Store, plan: FolderPlan, replaced: Replaced, *, overwri
     stale = [key for key in replaced.keys if key not in plan.keys]
     if plan.index is None:
         if replaced.keys:
-            sweep(store, [INDEX_FILE], why="the replaced checkpoint")
+            sweep(store, [INDEX_FILE], Proof.REPLACED, why="the replaced checkpoint")
     else:
         if SINGLE_FILE in stale:
             store.delete_many([SINGLE_FILE])  # Hugging Face's loaders would prefer it
@@ -80,7 +79,7 @@ def finish_folder(store: Store, plan: FolderPlan, replaced: Replaced, *, overwri
             outputs.write(INDEX_FILE) as stream,
         ):
             stream.write(plan.index)
-    sweep(store, stale, why="the replaced checkpoint")
+    sweep(store, stale, Proof.REPLACED, why="the replaced checkpoint")
 
 
 def _present(store: Store, keys: Sequence[str]) -> list[str]:
@@ -98,11 +97,11 @@ def _present(store: Store, keys: Sequence[str]) -> list[str]:
 
 def _files_of_index(store: Store) -> tuple[str, ...]:
     """Return the files in the folder that its index names; none if it is damaged."""
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
-        names = set(json.loads(bytes(store.get(INDEX_FILE).data))["weight_map"].values())
+    with suppress(CorruptError):
+        names = set((read_index(store) or {}).values())
         return tuple(sorted(name for name in names if _is_a_file_of_ours(name)))
     return ()
 
 
-def _is_a_file_of_ours(name: object) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
+def _is_a_file_of_ours(name: str) -> bool:
+    return name.endswith(".safetensors") and "/" not in name

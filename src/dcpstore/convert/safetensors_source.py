@@ -6,7 +6,6 @@ safetensors package refuses is refused here too.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from functools import partial
 
 from dcpstore.config import ReadConfig
 from dcpstore.convert.output import file_location
-from dcpstore.discovery import INDEX_FILE, Discovered, safetensors_files
+from dcpstore.discovery import INDEX_FILE, Discovered, promised, read_index, safetensors_files
 from dcpstore.errors import CorruptError, NotFoundError
 from dcpstore.format.safetensors import (
     LENGTH_BYTES,
@@ -60,7 +59,8 @@ def find_files(store: Store, config: ReadConfig, key: str | None = None) -> Foun
 
     Raises:
         NotFoundError: If there is no such file.
-        CorruptError: If a header or the index is not what the format allows.
+        CorruptError: If a header or the index is not what the format allows, or a file is
+            missing that the index or the names of the others promise.
     """
     keys = safetensors_files(store) if key is None else [key]
     if not keys:
@@ -69,12 +69,18 @@ def find_files(store: Store, config: ReadConfig, key: str | None = None) -> Foun
             " or one file that ends with .safetensors"
         )
     with ThreadPoolExecutor(min(config.max_requests, len(keys)), "dcpstore-look") as executor:
-        headers = dict(zip(keys, executor.map(partial(_read, store), keys), strict=True))
+        read = partial(_read, store) if key is not None else partial(_read_promised, store)
+        headers = dict(zip(keys, executor.map(read, keys), strict=True))
     if key is None:
         _check_index(store, headers)
     _check_once(store, headers)
     files = {name: header.tensors for name, header in headers.items()}
     return FoundFiles(Discovered(store.url, next(iter(keys)), files=files), _aliases(headers))
+
+
+def _read_promised(store: Store, key: str) -> FileHeader:
+    with promised(store, key):
+        return _read(store, key)
 
 
 def _read(store: Store, key: str) -> FileHeader:
@@ -90,30 +96,24 @@ def _read(store: Store, key: str) -> FileHeader:
             key=key,
         )
     header = parse_file(store.get_range(key, LENGTH_BYTES, LENGTH_BYTES + length), key)
-    _check_places(key, header.tensors, LENGTH_BYTES + length, size_bytes)
+    _check_end(key, header.tensors, LENGTH_BYTES + length, size_bytes)
     return header
 
 
-def _check_places(key: str, tensors: Sequence[TensorInFile], start: int, size_bytes: int) -> None:
-    """Check that the tensors lie side by side and fill the file."""
+def _check_end(key: str, tensors: Sequence[TensorInFile], start: int, size_bytes: int) -> None:
+    """Check that the tensors, which lie side by side, fill the file."""
     at = start
     for one in sorted(tensors, key=lambda tensor: tensor.payload):
-        problem = None
-        if one.payload.end > size_bytes:
-            problem = f"lies outside the file of {size_bytes} bytes: it was cut short"
-        elif one.payload.start < at:
-            problem = "overlaps the tensor before it"
-        elif one.payload.start > at:
-            problem = f"comes after {one.payload.start - at} bytes that belong to no tensor"
-        if problem:
+        at = one.payload.end
+        if at > size_bytes:
             raise CorruptError(
-                f"{key}: {one.fqn!r} at bytes [{one.payload.start}, {one.payload.end}) {problem}",
+                f"{key}: {one.fqn!r} at bytes [{one.payload.start}, {at}) lies outside the file of"
+                f" {size_bytes} bytes: it was cut short",
                 key=key,
                 start=one.payload.start,
-                end=one.payload.end,
+                end=at,
                 fqn=one.fqn,
             )
-        at = one.payload.end
     if at != size_bytes:
         raise CorruptError(
             f"{key} has {size_bytes - at} bytes behind its last tensor",
@@ -125,9 +125,8 @@ def _check_places(key: str, tensors: Sequence[TensorInFile], start: int, size_by
 
 def _check_index(store: Store, headers: Mapping[str, FileHeader]) -> None:
     """Check that every tensor is in the file in which the index, if there is one, has it."""
-    try:
-        weight_map = json.loads(bytes(store.get(INDEX_FILE).data))["weight_map"]
-    except NotFoundError:
+    weight_map = read_index(store)
+    if weight_map is None:
         return
     held = {key: {one.fqn for one in header.tensors} for key, header in headers.items()}
     for fqn, key in weight_map.items():

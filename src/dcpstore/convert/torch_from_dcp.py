@@ -176,6 +176,7 @@ class _ToFile:
 
     def run(self, selection: Selection, *, weights_only: bool) -> ConvertResult:
         with self._phases.phase("plan"):
+            self._checkpoint.require_whole(filter(selection.rules.takes, self._checkpoint.keys))
             stored = open_stored(self._checkpoint, weights_only=weights_only)
             names = selection.names(list(stored.leaves.values))
             tensors, recast = self._cast_tensors(stored, names, selection)

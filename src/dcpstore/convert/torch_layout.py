@@ -26,7 +26,8 @@ import torch
 from dcpstore.convert.torch_pickle import PickledStructure
 from dcpstore.convert.torch_zip import TorchZipWriter
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.torch_file.archive import contents_offset, read_archive
+from dcpstore.format.archive import contents_offset, read_archive
+from dcpstore.format.json_text import check_natural, parse_json
 from dcpstore.torch_file.unpickle import PickledStorage, Storages, unpickle
 from dcpstore.torch_private import meta_storage, storage_identity
 
@@ -97,8 +98,10 @@ def decode_layout(data: bytes, what: str) -> Layout:
                 f" reads version {_VERSION}. Convert with a newer one"
             )
         start = _PREFIX.size + header_bytes
-        fields = json.loads(data[_PREFIX.size : start])
-        end = start + int(fields["pickle_bytes"])
+        fields = parse_json(data[_PREFIX.size : start])
+        end = start + check_natural(fields["pickle_bytes"])
+        if end > len(data):
+            raise ValueError(f"its pickle ends at byte {end} of {len(data)}")
         members = {str(fqn): tuple(map(str, keys)) for fqn, keys in fields["members"].items()}
         return Layout(data[start:end], members, tuple(map(str, fields["extra"])), data[end:])
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:

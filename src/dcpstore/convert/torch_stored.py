@@ -7,7 +7,6 @@ and that keys share a tensor, if they name the same bytes.
 
 from __future__ import annotations
 
-import io
 import logging
 import pickle
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,8 @@ from dcpstore.convert.torch_layout import (
 )
 from dcpstore.convert.torch_pickle import StorageViews, is_stand_in
 from dcpstore.convert.torch_structure import Leaves, flatten
-from dcpstore.errors import CorruptError
+from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.format.tensors import load_record
 from dcpstore.ranges import row_major_strides
 from dcpstore.reading import Checkpoint
 from dcpstore.torch_private import meta_storage, set_element, storage_identity
@@ -144,7 +144,13 @@ def _from_keys(checkpoint: Checkpoint, *, weights_only: bool) -> StoredStructure
         flat[fqn] = tensors[fqn] if fqn in tensors else values[fqn]
         path = known.get(fqn)
         places[fqn] = tuple(path) if isinstance(path, Sequence) and path else (fqn,)
-        set_element(nested, places[fqn], flat[fqn])
+        try:
+            set_element(nested, places[fqn], flat[fqn])
+        except (AttributeError, IndexError, TypeError, KeyError) as error:
+            raise IncompatibleError(
+                f"{checkpoint.url}: {fqn!r} lies at {places[fqn]!r:.200} in the nested state dict,"
+                " where another key has its value; leave one out with exclude="
+            ) from error
     num_bytes = {storage_identity(one): one.nbytes() for one in storages}
     return StoredStructure(nested, Leaves(flat, places), num_bytes, held=storages)
 
@@ -182,7 +188,8 @@ def _read_values(checkpoint: Checkpoint, *, weights_only: bool) -> dict[str, Any
     found = {}
     for fqn, data in checkpoint.read_value_bytes(fqns).items():
         try:
-            found[fqn] = torch.load(io.BytesIO(data), "cpu", weights_only=weights_only)
+            what = f"{checkpoint.url}: the value {fqn!r}"
+            found[fqn] = load_record(data, what, allow_pickle=not weights_only, device="cpu")
         except pickle.UnpicklingError as error:
             raise CorruptError(
                 f"{checkpoint.url}: the value {fqn!r} names more than plain data; it was not run."

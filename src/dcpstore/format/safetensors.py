@@ -22,8 +22,10 @@ from typing import Any
 
 from typing_extensions import Buffer
 
+from dcpstore.collector import collector_paused
 from dcpstore.errors import CorruptError
 from dcpstore.format.dtypes import item_bytes
+from dcpstore.format.json_text import check_natural, parse_json
 from dcpstore.ranges import ByteRange
 
 __all__ = [
@@ -65,6 +67,7 @@ _DTYPES = {
     "C64": "complex64",
 }
 _FILE_DTYPES = {name: theirs for theirs, name in _DTYPES.items()}
+_MAX_DIMS = 64  # what torch and numpy work with
 _PAIRS = "F4"  # the header counts single elements, torch counts bytes of two
 
 
@@ -93,6 +96,10 @@ def header_length(start: Buffer, key: str) -> int:
     Raises:
         CorruptError: If no safetensors file starts so.
     """
+    if len(memoryview(start)) != LENGTH_BYTES:
+        raise CorruptError(
+            f"{key} is no safetensors file: it has fewer than {LENGTH_BYTES} bytes", key=key
+        )
     (length,) = struct.unpack("<Q", start)
     if not 2 <= length <= _MAX_HEADER_BYTES:
         raise CorruptError(f"{key} is no safetensors file: header of {length} bytes", key=key)
@@ -126,52 +133,99 @@ def parse_file(header: Buffer, key: str) -> FileHeader:
 
     Raises:
         CorruptError: If the header is no valid one: no JSON, a name twice, an unknown dtype,
-            or a shape that does not fit its bytes.
+            a number that is none, a shape that does not fit its bytes, or tensors that do not
+            lie side by side.
     """
     try:
-        fields: dict[str, Any] = json.loads(bytes(header), object_pairs_hook=_each_once)
-        about = fields.pop("__metadata__", None) or {}
-        shards = json.loads(about["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in about else {}
+        fields = _mapping(parse_json(header), "the header")
+        about = _mapping(fields.pop("__metadata__", None) or {}, "__metadata__")
+        if not all(type(text) is str for text in about.values()):
+            raise ValueError("__metadata__ holds something else than texts")
+        shards = _shards(about["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in about else {}
         base = LENGTH_BYTES + len(memoryview(header))
-        tensors = [_tensor(fqn, one, shards.get(fqn), base, key) for fqn, one in fields.items()]
-        return FileHeader(tensors, {str(name): str(text) for name, text in about.items()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{key} has a damaged safetensors header: {error!r}", key=key) from error
+        with collector_paused():
+            tensors = [_tensor(fqn, one, shards.get(fqn), base, key) for fqn, one in fields.items()]
+        _check_places(tensors, base, key)
+        return FileHeader(tensors, about)
+    except (ValueError, KeyError) as error:
+        raise CorruptError(
+            f"{key} has a damaged safetensors header: {error!s:.500}", key=key
+        ) from error
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return found
+def _check_places(tensors: Sequence[TensorInFile], start: int, key: str) -> None:
+    """Check that the tensors lie side by side, as the format wants it."""
+    at = start
+    for one in sorted(tensors, key=lambda tensor: tensor.payload):
+        problem = None
+        if one.payload.start < at:
+            problem = "overlaps the tensor before it"
+        elif one.payload.start > at:
+            problem = f"comes after {one.payload.start - at} bytes that belong to no tensor"
+        if problem:
+            raise CorruptError(
+                f"{key}: {one.fqn!r:.500} at bytes [{one.payload.start}, {one.payload.end})"
+                f" {problem}",
+                key=key,
+                start=one.payload.start,
+                end=one.payload.end,
+                fqn=one.fqn,
+            )
+        at = one.payload.end
 
 
-def _tensor(
-    fqn: str, fields: dict[str, Any], shard: dict[str, Any] | None, base: int, key: str
-) -> TensorInFile:
-    dtype = _DTYPES.get(fields["dtype"])
-    if dtype is None:
-        raise CorruptError(f"{key}: {fqn!r} has the unknown dtype {fields['dtype']!r}", key=key)
-    start, end = _counts(fields["data_offsets"])
-    sizes = _counts(fields["shape"])
-    if fields["dtype"] == _PAIRS:
-        sizes = _halved(sizes)
-    if end - start != prod(sizes) * item_bytes(dtype):
+def _shards(text: str) -> dict[str, Any]:
+    return _mapping(parse_json(text), "DCP_SHARDING_INFO")
+
+
+def _mapping(value: object, what: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"{what} is a {type(value).__name__}, not an object with names")
+    return value
+
+
+def _tensor(fqn: str, value: object, shard: object, base: int, key: str) -> TensorInFile:
+    try:
+        fields = _mapping(value, "what is said of it")
+        name = fields["dtype"]
+        dtype = _DTYPES.get(name) if type(name) is str else None
+        if dtype is None:
+            raise ValueError(f"it has the unknown dtype {name!r:.60}")
+        start, end = _counts(fields["data_offsets"])
+        sizes = _counts(fields["shape"])
+        if name == _PAIRS:
+            sizes = _halved(sizes)
+        num_bytes = _product(sizes) * item_bytes(dtype)
+        offsets = (0,) * len(sizes)
+        if shard is not None:
+            offsets = _counts(_mapping(shard, "DCP_SHARDING_INFO")["saved_offsets"])
+            if len(offsets) != len(sizes):
+                raise ValueError(f"the shard at {offsets} has the shape {sizes}")
+            _product(tuple(a + b for a, b in zip(offsets, sizes, strict=True)))
+    except (ValueError, KeyError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise CorruptError(
+            f"{key} has a damaged safetensors header: {fqn!r:.500}: {what}", key=key, fqn=fqn
+        ) from error
+    if end - start != num_bytes:
         raise CorruptError(
             f"{key}: {fqn!r} of shape {sizes} and dtype {dtype} cannot have {end - start} bytes",
             key=key,
             fqn=fqn,
         )
-    offsets = _counts(shard["saved_offsets"]) if shard else (0,) * len(sizes)
     return TensorInFile(fqn, dtype, sizes, offsets, ByteRange(base + start, base + end))
 
 
-def _counts(values: Sequence[Any]) -> tuple[int, ...]:
-    for value in values:
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{value!r} is no count")
-    return tuple(values)
+def _counts(values: object) -> tuple[int, ...]:
+    if type(values) is not list or len(values) > _MAX_DIMS:
+        raise ValueError(f"a list of at most {_MAX_DIMS} numbers is needed, not {values!r:.60}")
+    return tuple(map(check_natural, values))
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    """Return the number of elements; dimensions besides 0 have to stay below 2**63, too."""
+    check_natural(prod(max(size, 1) for size in sizes))
+    return prod(sizes)
 
 
 def _halved(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+import pickle
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from dcpstore.errors import IncompatibleError
+from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
+from dcpstore.format.archive import pickle_of
 from dcpstore.format.dtypes import is_plain_dtype
+from dcpstore.opcodes import check_structure
 from dcpstore.torch_private import wait_async_collective
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["decode_opaque", "encode_opaque", "is_freed", "is_plain", "to_plain"]
+__all__ = [
+    "copy_opaque_in",
+    "decode_opaque",
+    "encode_opaque",
+    "is_freed",
+    "is_plain",
+    "load_record",
+    "to_plain",
+    "unsaveable_reason",
+]
 
 # `nn.Buffer` is a marked `torch.Tensor`, so it needs no entry.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -36,6 +49,62 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and is_plain_dtype(tensor.dtype)
     )
+
+
+_SPARSE = (
+    torch.sparse_coo,
+    *(torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),
+)
+
+
+def unsaveable_reason(tensor: torch.Tensor) -> str | None:
+    """Tell why a tensor could not be loaded again, and what to do; None if it could.
+
+    Sparse and quantized tensors can. A subclass can if a trial gives it back, or if it plans its
+    own items, as DTensor does.
+    """
+    if hasattr(tensor, "__create_write_items__") or hasattr(tensor, "local_shards"):
+        return None
+    if is_lazy(tensor) or tensor.device.type == "meta":
+        return "a meta tensor, which has no data to save; materialize it"
+    tensor = to_plain(tensor)
+    kind = type(tensor)
+    if tensor.is_nested:
+        return "a nested tensor, which DCP has no form for; save its components as a list"
+    if kind in _PLAIN_TYPES and (is_plain(tensor) or tensor.is_quantized):
+        return None
+    if kind in _PLAIN_TYPES and tensor.layout in _SPARSE:
+        return None
+    try:
+        again = decode_opaque(encode_opaque(tensor))
+        if type(again) is kind and again.dtype == tensor.dtype and again.shape == tensor.shape:
+            return None
+        reason = f"torch gives it back as {type(again).__name__}"
+    except (
+        *(pickle.PickleError, NotImplementedError, RuntimeError, TypeError, ValueError),
+        *(AttributeError, IncompatibleError),
+    ) as error:
+        reason = f"torch does not give it back: {str(error).partition(chr(10))[0]}"
+    return (
+        f"a tensor of type {kind.__name__}, layout {tensor.layout} and dtype {tensor.dtype}, and"
+        f" {reason}. Save the plain tensors it is made of, or name its class with"
+        " torch.serialization.add_safe_globals where it is saved and where it is loaded"
+    )
+
+
+def copy_opaque_in(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Overwrite a tensor with a decoded one of the same shape, which has more than elements.
+
+    A sparse target takes the indices as well, however many it had.
+    """
+    with torch.no_grad():
+        if target.layout == source.layout == torch.sparse_coo:
+            dims = source.sparse_dim(), source.dense_dim()
+            if dims != (target.sparse_dim(), target.dense_dim()):
+                target.sparse_resize_and_clear_(source.shape, *dims)
+        elif target.layout == source.layout != torch.strided:
+            target.resize_as_sparse_(source)
+        target.copy_(source)
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
@@ -86,9 +155,40 @@ def decode_opaque(buffer: Buffer) -> torch.Tensor:
 
     Raises:
         IncompatibleError: If the record holds something else than a tensor.
+        CorruptError: As `load_record`.
         pickle.UnpicklingError: If it names something that torch does not hold safe.
     """
-    value = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+    value = load_record(buffer, "a stored tensor", device="cpu")
     if not isinstance(value, torch.Tensor):
         raise IncompatibleError(f"the record holds a {type(value).__name__}, not a tensor")
     return value
+
+
+def load_record(
+    buffer: Buffer, what: str, *, allow_pickle: bool = False, device: str | None = None
+) -> Any:
+    """Open a ``torch.save`` record with ``torch.load``.
+
+    Args:
+        buffer: The record.
+        what: Its name, for messages.
+        allow_pickle: Run whatever code it names, and check nothing before.
+        device: Where tensors go; None for where they were when they were saved.
+
+    Raises:
+        CorruptError: If it is damaged, or made to cost far more to open than it is long.
+        IncompatibleError: If it is another kind of file, or has compressed members.
+        pickle.UnpicklingError: If it names something that torch does not hold safe.
+    """
+    data = memoryview(buffer).cast("B")
+    stream = io.BytesIO(data)
+    if allow_pickle:
+        return torch.load(stream, map_location=device, weights_only=False)
+    try:
+        check_structure(pickle_of(data, what))
+        return torch.load(stream, map_location=device, weights_only=True)
+    except (CheckpointError, pickle.UnpicklingError):
+        raise
+    except Exception as error:
+        text = str(error).partition("\n")[0][:200]
+        raise CorruptError(f"{what} cannot be opened: {type(error).__name__}: {text}") from error

@@ -28,11 +28,11 @@ import torch
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConflictError, CorruptError, IncompatibleError, NotFoundError
 from dcpstore.folder import Folder
+from dcpstore.format.archive import Archive, Member, contents_offset, read_archive
 from dcpstore.format.copying import copy_box_in
 from dcpstore.ranges import ByteRange, row_major_strides
 from dcpstore.store import ObjectInfo, Store, open_store
 from dcpstore.store.location import file_location
-from dcpstore.torch_file.archive import Archive, Member, contents_offset, read_archive
 from dcpstore.torch_file.unpickle import PickledStorage, Storages, unpickle
 from dcpstore.torch_private import meta_storage, storage_identity
 

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.dtypes import is_plain_dtype
+from dcpstore.opcodes import BadPickleError, check_structure
 from dcpstore.torch_private import named_storage_class, typed_storage, weights_only_unpickler
 
 __all__ = ["PickledStorage", "Storages", "unpickle"]
+
+_CONTAINERS = (dict, list, tuple, set)
+_MAX_NESTING = 200  # whoever walks through it calls itself a few times per level
+_MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,8 @@ class Storages:
                     self._check_plain(dtype)
                     one = PickledStorage(key, dtype, count * dtype.itemsize, location)
                     return typed_storage(self._storage(one), dtype)
-        raise CorruptError(f"{self._what} is damaged: it names a storage by {persistent_id!r}")
+        kind = type(persistent_id).__name__
+        raise CorruptError(f"{self._what} is damaged: it names a storage by a strange {kind}")
 
     def _check_plain(self, dtype: torch.dtype) -> None:
         if not is_plain_dtype(dtype):
@@ -97,15 +104,65 @@ def unpickle(data: bytes, storages: Storages, *, weights_only: bool, what: str) 
     unpickler: Any = weights_only_unpickler(data) if weights_only else _Unpickler(io.BytesIO(data))
     unpickler.persistent_load = storages.persistent_load
     try:
-        return unpickler.load()
+        if not weights_only:
+            return unpickler.load()
+        check_structure(data)
+        return _checked_size(unpickler.load(), limit=_MAX_PARTS + len(data))
     except (CorruptError, IncompatibleError):
         raise
+    except BadPickleError as error:
+        raise CorruptError(f"the pickle of {what} is damaged: {error}") from error
     except NotImplementedError as error:
         raise IncompatibleError(_no_stand_in(what, _first_line(error))) from error
     except pickle.UnpicklingError as error:
         raise CorruptError(_explain(error, what, weights_only=weights_only)) from error
     except Exception as error:
-        raise CorruptError(f"the pickle of {what} cannot be opened: {error!r}") from error
+        text = f"{type(error).__name__}: {_first_line(error)[:200]}"
+        raise CorruptError(f"the pickle of {what} cannot be opened: {text}") from error
+
+
+def _checked_size(value: Any, *, limit: int) -> Any:
+    """Return a structure; refuse one that never ends, or not soon, for those who walk through it.
+
+    A list or dict that is used in several places counts as often, with what it holds.
+
+    Raises:
+        BadPickleError: If it contains itself, is nested too deeply, or has more than ``limit``
+            parts.
+    """
+    sizes: dict[int, int] = {}
+    open_ids: set[int] = set()
+    path: list[tuple[Any, Iterator[Any]]] = []
+
+    def enter(one: Any) -> None:
+        if id(one) in open_ids:
+            raise BadPickleError(f"it has a {type(one).__name__} that contains itself")
+        if len(path) == _MAX_NESTING:
+            raise BadPickleError(f"it is nested more than {_MAX_NESTING} times")
+        open_ids.add(id(one))
+        sizes[id(one)] = 1
+        parts = chain(one, one.values()) if isinstance(one, dict) else one
+        path.append((one, iter(parts)))
+
+    if isinstance(value, _CONTAINERS):
+        enter(value)
+    while path:
+        holder, parts = path[-1]
+        for part in parts:
+            sizes[id(holder)] += 1
+            if isinstance(part, _CONTAINERS):
+                if id(part) not in sizes or id(part) in open_ids:
+                    enter(part)
+                    break
+                sizes[id(holder)] += sizes[id(part)]
+        else:
+            path.pop()
+            open_ids.discard(id(holder))
+            if path:
+                sizes[id(path[-1][0])] += sizes[id(holder)]
+        if sizes[id(holder)] > limit:
+            raise BadPickleError("it shares its parts so often that it would never be read")
+    return value
 
 
 def _no_stand_in(what: str, reason: str) -> str:

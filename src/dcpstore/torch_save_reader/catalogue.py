@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcpstore.errors import IncompatibleError
+from dcpstore.format.archive import Member
 from dcpstore.format.dtypes import dtype_from_name, dtype_name
 from dcpstore.torch_file import TensorPlace, TorchFile
-from dcpstore.torch_file.archive import Member
 from dcpstore.torch_private import flatten_state_dict
 from dcpstore.torch_save_reader.layout import Source
 

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcpstore.budget import ByteBudget, Cancelled
 from dcpstore.config import ReadConfig
 from dcpstore.fetch import ReadStats
+from dcpstore.format.archive import Member, ReadAt, contents_offset
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.manifest import StoredItem
 from dcpstore.planning.reads import Piece, Pieces, Request, Want, join_pieces, plan_pieces
 from dcpstore.ranges import ByteRange
 from dcpstore.slots import Slot, copy_piece, window
 from dcpstore.targets import Target
-from dcpstore.torch_file.archive import Member, ReadAt, contents_offset
 from dcpstore.torch_save_reader.layout import Source
 
 T = TypeVar("T")

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from dcpstore.collectives import RankGroup, steps
 from dcpstore.config import ReadConfig
 from dcpstore.fetch import ReadStats
+from dcpstore.format.archive import ReadAt
 from dcpstore.format.dtypes import item_bytes
 from dcpstore.planning.boxes import num_elements
 from dcpstore.progress import Meter
 from dcpstore.torch_file import TorchFile
-from dcpstore.torch_file.archive import ReadAt
 from dcpstore.torch_save_reader.catalogue import Catalogue, FileContent, open_content
 from dcpstore.torch_save_reader.deliver import Delivery
 from dcpstore.torch_save_reader.fill import FileBox, Filler

@@ -30,13 +30,13 @@ from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError
 from dcpstore.fetch import ReadStats
 from dcpstore.folder import Folder
+from dcpstore.format.archive import ReadAt
 from dcpstore.progress import Meter
 from dcpstore.protocol import Ranks, join_ranks, plain_cause_of_one
 from dcpstore.store.base import Store
 from dcpstore.store.location import file_location, redact
 from dcpstore.store.opening import open_store
 from dcpstore.torch_file import TorchFile, open_torch_file
-from dcpstore.torch_file.archive import ReadAt
 from dcpstore.torch_save_reader.job import Access, LoadJob
 
 __all__ = ["BroadcastingTorchSaveReader"]

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.format.foreign import describe_archive, describe_start
 from dcpstore.format.zipfmt import LOCAL_HEADER_BYTES, LOCAL_SIGNATURE, MAX32
-from dcpstore.torch_file.foreign import describe_archive, describe_start
 
-__all__ = ["Archive", "Member", "ReadAt", "contents_offset", "read_archive"]
+__all__ = ["Archive", "Member", "ReadAt", "contents_offset", "pickle_of", "read_archive"]
 
 ReadAt = Callable[[int, int], memoryview]
 """Read bytes ``[start, end)`` of the file."""
@@ -116,6 +116,51 @@ def read_archive(read_at: ReadAt, size_bytes: int, what: str) -> Archive:
         else read_at(start, start + num_bytes)
     )
     return Archive(_members(directory, start, num_members, what))
+
+
+def pickle_of(record: memoryview, what: str) -> bytes:
+    """Return the pickle of a ``torch.save`` record in memory, none of whose members is packed.
+
+    Much quicker than `read_archive` for a record of a few hundred bytes, of which a checkpoint
+    may have tens of thousands.
+
+    Raises: as `read_archive`.
+    """
+    end = len(record) - _END.size
+    if 0 <= end < MAX32:
+        signature, num_members, num_bytes, at, _ = _END.unpack_from(record, end)
+        if signature == b"PK\x05\x06" and at + num_bytes == end:
+            found = _find_pickle(bytes(record[at:end]), num_members)
+            if found is not None and found[1] + LOCAL_HEADER_BYTES <= at:
+                name, where, size = found
+                one = Member("data.pkl", name, where, at, size, 0, has_descriptor=False)
+                start = contents_offset(one, record[where:], what)
+                return bytes(record[start : start + size])
+    archive = read_archive(lambda first, last: record[first:last], len(record), what)
+    one = archive.members["data.pkl"]
+    start = contents_offset(one, record[one.header_offset :], what)
+    return bytes(record[start : start + one.size_bytes])
+
+
+def _find_pickle(directory: bytes, num_members: int) -> tuple[bytes, int, int] | None:
+    """Return name, place and length of the pickle; None where there is anything unusual."""
+    names: list[bytes] = []
+    root = directory[_CENTRAL_BYTES : directory.find(b"/") + 1]
+    at, found = 0, None
+    while at + _CENTRAL_BYTES <= len(directory):
+        signature, flags, method, _, stored, size, name_bytes, extra, comment, where = (
+            _CENTRAL.unpack_from(directory, at)
+        )
+        name = directory[at + _CENTRAL_BYTES : at + _CENTRAL_BYTES + name_bytes]
+        is_usual = signature == b"PK\x01\x02" and method == 0 and not flags & _ENCRYPTED_FLAG
+        if not is_usual or stored != size or not name.startswith(root):
+            return None
+        if name.endswith(b"data.pkl") and len(name) == len(root) + 8:
+            found = (name, where, size)
+        names.append(name)
+        at += _CENTRAL_BYTES + name_bytes + extra + comment
+    is_whole = at == len(directory) and len(set(names)) == len(names) == num_members
+    return found if is_whole else None
 
 
 def contents_offset(member: Member, header: memoryview, what: str) -> int:

@@ -1,0 +1,457 @@
+"""Values that are no tensors, as bytes that name no code.
+
+``torch.save`` pickles a value, and ``torch.load(weights_only=True)`` opens few of the types that
+Python has. What it does not open is written once more in this form, which every load opens::
+
+    "DCPVALUE"  u32 version  node
+
+A node is a tag of one byte and what belongs to it; all integers are little-endian::
+
+    N T F    None, True, False              i        u64 n, n bytes, two's complement
+    d c      one or two doubles             s b y    u64 n, n bytes: str (UTF-8), bytes, bytearray
+    l t q    u64 n, n nodes: list, tuple,   e f      u64 n, n nodes: set, frozenset
+             deque (maxlen comes first)
+    m o C D  u64 n, n pairs of nodes: dict, OrderedDict, Counter, defaultdict (factory first)
+    x        u8 n, n bytes: a name of `_REBUILD`; then a tuple: its arguments
+    z        str node "module:qualname", "enum", "tuple" or "fields", and a node: an instance
+
+Nothing is shared, so nothing contains itself. A decoder checks every count against the bytes
+that are left, and every array's size against its bytes, before it makes anything: what it makes
+takes at most 100 times the memory of the bytes. Instances of users' classes are only made of
+classes that the caller hands in. ``docs/design/012-manifest-version-2.md`` has the whole format.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import fractions
+import io
+import pathlib
+import struct
+import uuid
+import zoneinfo
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.format.dtypes import dtype_from_name
+
+__all__ = [
+    "MAX_DEPTH",
+    "class_name",
+    "classes_in",
+    "decode_value",
+    "is_encoded",
+    "is_named_tuple",
+    "make_dtype",
+    "type_name",
+]
+
+MAX_DEPTH = 64
+"""Of containers in each other, when encoding; a decoder allows what that may come to."""
+
+MAGIC = b"DCPVALUE"
+VERSION = 1
+START = struct.Struct("<8sI")
+SIZE = struct.Struct("<Q")
+DOUBLE = struct.Struct("<d")
+COMPLEX = struct.Struct("<dd")
+MAX_INT_BYTES = 1 << 20
+MAX_NUMBER_BYTES = 1 << 12
+_MIN_CHECKED_HASHES = 1000
+
+Classes: TypeAlias = Mapping[str, type]
+
+
+def type_name(kind: type) -> str:
+    """Return the name of a class for people."""
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def class_name(kind: type) -> str:
+    """Return the name under which instances of a class are saved."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Tell whether a class is one of named tuples."""
+    return issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
+
+
+def make_dtype(described: Any, char: str) -> np.dtype[Any]:
+    """Make a dtype again: of types of one size, such as long and long long, the one named."""
+    dtype = np.lib.format.descr_to_dtype(described)
+    if dtype.hasobject:
+        raise ValueError("an array of objects")
+    if dtype.names is not None or dtype.char == char:
+        return dtype
+    try:
+        named = np.dtype(char)
+    except TypeError:
+        return dtype
+    return named if named == dtype else dtype
+
+
+FACTORIES: dict[str, Any] = {
+    "": None,
+    **{one.__name__: one for one in (bool, bytes, dict, float, int, list, set, str, tuple)},
+}
+# --- decoding ----------------------------------------------------------------------------
+
+
+def is_encoded(data: Any) -> bool:
+    """Tell the bytes of an encoding from those of a ``torch.save`` record."""
+    return bytes(data[: len(MAGIC)]) == MAGIC
+
+
+def decode_value(data: Any, target: object = None) -> Any:
+    """Return the value of an encoding.
+
+    Args:
+        data: The bytes, from wherever they come.
+        target: What the value will replace: instances of users' classes are made only of
+            classes that are found in it, by name. No module is imported.
+
+    Raises:
+        CorruptError: If the bytes are no encoding.
+        IncompatibleError: If it has a newer form, or needs a class that the target has not.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) < START.size or not is_encoded(view):
+        raise CorruptError("an encoded value has the wrong first bytes")
+    _, version = START.unpack_from(view)
+    if version != VERSION:
+        raise IncompatibleError(
+            f"the value has encoding {version}; this dcpstore knows {VERSION}. Update dcpstore"
+        )
+    decoder = _Decoder(view, target)
+    try:
+        value = decoder.node(0)
+    except (CorruptError, IncompatibleError):
+        raise
+    except (
+        *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError),
+        *(struct.error, decimal.DecimalException, SyntaxError),
+    ) as error:
+        raise CorruptError(
+            f"an encoded value is damaged near byte {decoder.at} of {len(view)}:"
+            f" {type(error).__name__}"
+        ) from error
+    if decoder.at != len(view):
+        raise CorruptError(f"an encoded value has {len(view) - decoder.at} bytes too many")
+    return value
+
+
+def classes_in(target: object, depth: int = 0) -> dict[str, type]:
+    """Return the users' classes whose instances a value holds, or that are it, by name."""
+    if isinstance(target, type):
+        return {class_name(target): target}
+    kind = type(target)
+    inside: Iterable[object] = ()
+    found: dict[str, type] = {}
+    if isinstance(target, enum.Enum):
+        found[class_name(kind)] = kind
+    elif dataclasses.is_dataclass(kind):
+        found[class_name(kind)] = kind
+        inside = [getattr(target, one.name, None) for one in dataclasses.fields(kind)]
+    elif isinstance(target, Mapping):
+        inside = [*target.keys(), *target.values()]
+    elif isinstance(target, list | tuple | set | frozenset | collections.deque):
+        if is_named_tuple(kind):
+            found[class_name(kind)] = kind
+        inside = target
+    if depth < MAX_DEPTH:
+        for one in inside:
+            if type(one) not in _PLAIN:
+                found.update(classes_in(one, depth + 1))
+    return found
+
+
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray, torch.Tensor))
+
+
+class _Decoder:
+    """Reads nodes, one after another. Every count is checked before anything is made."""
+
+    def __init__(self, view: memoryview, target: object) -> None:
+        self._view = view
+        self._target = target
+        self._classes: Classes | None = None
+        self.at = START.size
+
+    def _take(self, num_bytes: int) -> memoryview:
+        end = self.at + num_bytes
+        if end > len(self._view):
+            raise ValueError("cut short")
+        taken = self._view[self.at : end]
+        self.at = end
+        return taken
+
+    def _count(self, bytes_each: int = 1) -> int:
+        (count,) = SIZE.unpack(self._take(SIZE.size))
+        if count * bytes_each > len(self._view) - self.at:
+            raise ValueError("a count is larger than the bytes that are left")
+        return int(count)
+
+    def node(self, depth: int) -> Any:
+        if depth > MAX_DEPTH + 8:
+            raise ValueError("nested too deeply")
+        tag = bytes(self._take(1))
+        simple = _SIMPLE.get(tag, self)
+        if simple is not self:
+            return simple
+        if tag in b"isby":
+            return self._sized(tag, self._take(self._count()))
+        if tag == b"d":
+            return DOUBLE.unpack(self._take(8))[0]
+        if tag == b"c":
+            return complex(*COMPLEX.unpack(self._take(16)))
+        if tag in b"ltefq":
+            return self._items(tag, depth)
+        if tag in b"moCD":
+            return self._pairs(tag, depth)
+        if tag == b"x":
+            return self._made(depth)
+        if tag == b"z":
+            return self._instance(depth)
+        raise ValueError("an unknown tag")
+
+    def _sized(self, tag: bytes, content: memoryview) -> Any:
+        if tag == b"i":
+            if len(content) > MAX_INT_BYTES:
+                raise ValueError("an integer that is too long")
+            return int.from_bytes(content, "little", signed=True)
+        if tag == b"s":
+            return str(content, "utf-8", "surrogatepass")
+        return bytes(content) if tag == b"b" else bytearray(content)
+
+    def _items(self, tag: bytes, depth: int) -> Any:
+        count = self._count()
+        if tag == b"q":
+            longest = self.node(depth + 1)
+            if longest is not None and (type(longest) is not int or count > longest):
+                raise ValueError("a deque is longer than its maxlen")
+        found = [self.node(depth + 1) for _ in range(count)]
+        if tag == b"l":
+            return found
+        if tag == b"t":
+            return tuple(found)
+        if tag == b"q":
+            return collections.deque(found, longest)
+        _check_hashes(found)
+        made = set(found) if tag == b"e" else frozenset(found)
+        if len(made) != count:
+            raise ValueError("a set holds an element twice")
+        return made
+
+    def _pairs(self, tag: bytes, depth: int) -> Any:
+        count = self._count(2)
+        factory = FACTORIES[self.node(depth + 1)] if tag == b"D" else None
+        pairs = [(self.node(depth + 1), self.node(depth + 1)) for _ in range(count)]
+        _check_hashes([key for key, _ in pairs])
+        if tag == b"C":
+            made: Any = collections.Counter()
+            dict.update(made, pairs)
+        elif tag == b"D":
+            made = collections.defaultdict(factory, pairs)
+        else:
+            made = dict(pairs) if tag == b"m" else collections.OrderedDict(pairs)
+        if len(made) != count:
+            raise ValueError("a dictionary has a key twice")
+        return made
+
+    def _made(self, depth: int) -> Any:
+        name = str(self._take(self._take(1)[0]), "ascii")
+        arguments = self.node(depth + 1)
+        if type(arguments) is not tuple:
+            raise ValueError("no tuple of arguments")
+        return _REBUILD[name](*arguments)
+
+    def _instance(self, depth: int) -> Any:
+        name, form = self.node(depth + 1), self.node(depth + 1)
+        content = self.node(depth + 1)
+        if self._classes is None:
+            self._classes = classes_in(self._target)
+        kind: Any = self._classes.get(name)
+        if kind is None:
+            raise IncompatibleError(
+                f"the checkpoint holds an instance of {name!r:.200} and the state dict has"
+                f" {type_name(type(self._target))} there. Classes are taken from the state dict"
+                " alone: put an instance of that class, or the class itself, at this key before"
+                " loading, or load with LoadPlanner(allow_pickle=True) if you trust the checkpoint"
+            )
+        if form == "enum" and issubclass(kind, enum.Enum):
+            return self._member(kind, content)
+        names, values = content if form == "tuple" else (list(content), content)
+        if form == "tuple" and is_named_tuple(kind) and len(values) == len(names):
+            _check_fields(name, names, list(kind._fields))
+            return tuple.__new__(kind, values)
+        if form == "fields" and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            _check_fields(name, names, [one.name for one in dataclasses.fields(kind)])
+            made = object.__new__(kind)
+            for field, value in values.items():
+                object.__setattr__(made, field, value)
+            return made
+        raise IncompatibleError(
+            f"the class {name!r} was saved as {form!r}, and the class of that name in the state"
+            " dict is none"
+        )
+
+    def _member(self, kind: type[enum.Enum], content: Any) -> Any:
+        try:
+            return kind[content] if type(content) is str else kind(content[0])
+        except (KeyError, ValueError) as error:
+            raise IncompatibleError(
+                f"{type_name(kind)} has no member {str(content)[:100]!r}, which the checkpoint"
+                " holds"
+            ) from error
+
+
+def _check_fields(name: str, saved: list[Any], held: list[str]) -> None:
+    if sorted(map(str, saved)) != sorted(held):
+        raise IncompatibleError(
+            f"{name!r} was saved with the fields {str(saved)[:500]}, and the class in the state"
+            f" dict has {held}"
+        )
+
+
+def _check_hashes(keys: Sequence[Any]) -> None:
+    """Refuse keys chosen to have one hash, over which a dictionary takes hours."""
+    if len(keys) > _MIN_CHECKED_HASHES and len(set(map(hash, keys))) * 8 < len(keys):
+        raise ValueError("keys whose hashes are the same")
+
+
+_SIMPLE: dict[bytes, Any] = {b"N": None, b"T": True, b"F": False}
+PATHS = {
+    kind.__name__: kind
+    for kind in (
+        *(pathlib.PurePosixPath, pathlib.PosixPath),
+        *(pathlib.PureWindowsPath, pathlib.WindowsPath),
+    )
+}
+
+
+def _bytes_io(content: bytes, position: int) -> io.BytesIO:
+    made = io.BytesIO(content)
+    made.seek(position)
+    return made
+
+
+def _decimal(text: str) -> decimal.Decimal:
+    if len(text) > MAX_NUMBER_BYTES:
+        raise ValueError("a number that is too long")
+    return decimal.Decimal(text)
+
+
+def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
+    if max(numerator.bit_length(), denominator.bit_length()) > 8 * MAX_NUMBER_BYTES:
+        raise ValueError("a number that is too long")
+    return fractions.Fraction(numerator, denominator)
+
+
+def _time(hour: int, minute: int, second: int, micro: int, zone: Any, fold: int) -> dt.time:
+    return dt.time(hour, minute, second, micro, zone, fold=fold)
+
+
+def _datetime(*fields: Any) -> dt.datetime:
+    *rest, fold = fields
+    return dt.datetime(*rest, fold=fold)
+
+
+def _zone(key: str) -> zoneinfo.ZoneInfo:
+    try:
+        return zoneinfo.ZoneInfo(key)
+    except zoneinfo.ZoneInfoNotFoundError as error:
+        raise IncompatibleError(
+            f"this machine has no data of the time zone {key[:100]!r}, which the checkpoint names;"
+            " install tzdata"
+        ) from error
+
+
+def _path(kind: str, text: str) -> pathlib.PurePath:
+    made = PATHS[kind]
+    try:
+        return made(text)
+    except NotImplementedError as error:
+        raise IncompatibleError(f"a {kind} cannot be made on this system") from error
+
+
+def _array(
+    described: Any, char: str, is_fortran: bool, shape: tuple[int, ...], content: bytes
+) -> np.ndarray[Any, Any]:
+    dtype = make_dtype(described, char)
+    if len(shape) > 32 or any(type(one) is not int or one < 0 for one in shape):
+        raise ValueError("an impossible shape")
+    num_elements = 1
+    for one in shape:
+        num_elements *= one
+    if num_elements * dtype.itemsize != len(content):
+        raise ValueError("an array's shape does not fit its bytes")
+    if not content:
+        return np.empty(shape, dtype, order="F" if is_fortran else "C")
+    flat = np.frombuffer(content, dtype)
+    made: np.ndarray[Any, Any] = flat.reshape(shape[::-1] if is_fortran else shape)
+    own: np.ndarray[Any, Any] = np.array(made.T, order="F") if is_fortran else made.copy()
+    return own
+
+
+def _scalar(described: Any, char: str, content: bytes) -> Any:
+    (made,) = np.frombuffer(content, make_dtype(described, char), 1).copy()
+    return made
+
+
+def _torch_name(name: str) -> Any:
+    made = getattr(torch, name)
+    if not isinstance(made, torch.dtype | torch.layout):
+        raise TypeError("no name of a kind that is saved")
+    return made
+
+
+def _tensor(name: str, shape: tuple[int, ...], requires_grad: bool, content: bytes) -> torch.Tensor:
+    flat = _array("|u1", "B", is_fortran=False, shape=(len(content),), content=content)
+    dtype = dtype_from_name(name)
+    if any(type(one) is not int or one < 0 for one in shape) or not (content or 0 in shape):
+        raise ValueError("an impossible shape")
+    if content:
+        return torch.from_numpy(flat).view(dtype).reshape(shape).requires_grad_(requires_grad)
+    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+
+
+def _parameter(*fields: Any) -> torch.nn.Parameter:
+    tensor = _tensor(*fields)
+    return torch.nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+
+
+_REBUILD: dict[str, Callable[..., Any]] = {
+    "ellipsis": lambda: ...,
+    "slice": slice,
+    "range": range,
+    "io.BytesIO": _bytes_io,
+    "decimal": _decimal,
+    "fraction": _fraction,
+    "uuid": lambda content: uuid.UUID(bytes=content),
+    "date": dt.date,
+    "time": _time,
+    "datetime": _datetime,
+    "timedelta": dt.timedelta,
+    "timezone": dt.timezone,
+    "zoneinfo": _zone,
+    "path": _path,
+    "numpy.ndarray": _array,
+    "numpy.scalar": _scalar,
+    "numpy.str_": np.str_,
+    "numpy.bytes_": np.bytes_,
+    "numpy.dtype": make_dtype,
+    "torch.Tensor": _tensor,
+    "torch.Parameter": _parameter,
+    "torch.Size": lambda *sizes: torch.Size(sizes),
+    "torch.device": torch.device,
+    "torch.name": _torch_name,
+}
