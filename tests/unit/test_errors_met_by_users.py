@@ -389,7 +389,9 @@ def test_metadata_that_is_something_else_is_named(saved: Place) -> None:
 
 def test_a_malicious_metadata_is_named_and_not_run(saved: Place, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
-    saved.put_all({".metadata": b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR."})
+    command = f"touch {canary}".encode()
+    text = b"X" + len(command).to_bytes(4, "little") + command
+    saved.put_all({".metadata": b"\x80\x02cos\nsystem\n(" + text + b"tR."})
     said = load_fails_untouched(AssertionError, saved, targets())
     assert_says(said, ".metadata", "os.system", "was not run", "allow_pickle=True")
     assert not canary.exists()

@@ -153,7 +153,7 @@ class Canary:
 def test_a_value_that_would_run_code_is_refused_unless_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save({"value": Canary()}, str(tmp_path))
+    save({"value": Canary()}, str(tmp_path), SavePlanner(allow_pickle=True))
     with pytest.raises(dcp.api.CheckpointException, match="it was not"):
         load({"value": 0}, str(tmp_path))
     assert "sung" not in capsys.readouterr().out

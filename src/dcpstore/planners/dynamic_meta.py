@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcpstore.errors import ConfigError
 from dcpstore.planners.load import LoadPlanner
+from dcpstore.planners.nested import Flattened
 from dcpstore.planners.rules import Rename, Strictness
-from dcpstore.torch_private import flatten_sharded_tensors, flatten_state_dict
 
 __all__ = ["DynamicMetaLoadPlanner"]
 
@@ -92,12 +92,14 @@ class DynamicMetaLoadPlanner(LoadPlanner):
             entries = {name: _as_if_saved(self.state_dict[fqn]) for fqn, name in names.items()}
             self.metadata = Metadata(state_dict_metadata=entries)
 
-    def _flatten(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        if self.flatten_sharded_tensors:
-            state_dict = flatten_sharded_tensors(state_dict)
+    def _flatten(self, state_dict: dict[str, Any]) -> Flattened:
         if self.flatten_state_dict:
-            return flatten_state_dict(state_dict)
-        return dict(state_dict), {key: (key,) for key in state_dict}
+            return super()._flatten(state_dict)
+        paths = {key: (key,) for key in state_dict}
+        return Flattened(dict(state_dict), paths, dict(paths))
+
+    def _merge_shards(self, flat: dict[str, Any]) -> dict[str, Any]:
+        return super()._merge_shards(flat) if self.flatten_sharded_tensors else flat
 
     def _use_old_keys_if_saved_so(self, metadata: Metadata) -> None:
         if self.flatten_state_dict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,19 +17,22 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from dcpstore.collector import collector_paused
-from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.errors import IncompatibleError
 from dcpstore.planners.lookup import find_object
+from dcpstore.planners.nested import (
+    Flattened,
+    flatten,
+    give_memory,
+    merge_nested_shards,
+    set_element,
+)
 from dcpstore.planners.rules import KeyRules, Rename, Strictness, is_strict
+from dcpstore.planners.values import open_record
 from dcpstore.planning.exchange.cache import PlanCache
 from dcpstore.torch_private import (
     create_read_items,
-    flatten_sharded_tensors,
-    flatten_state_dict,
-    flatten_state_dict_2_3,
     is_in_mesh,
-    materialise_meta_tensors,
     narrow,
-    set_element,
 )
 
 __all__ = ["KeyReport", "LoadPlanner"]
@@ -99,28 +101,39 @@ class LoadPlanner(DcpLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict, flattened; meta tensors get memory. All ranks."""
-        materialise_meta_tensors(state_dict)
+        """Take the state dict, flattened; meta tensors get memory. All ranks.
+
+        Raises:
+            IncompatibleError: If two of its values have one flattened name.
+        """
         self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self.report = KeyReport()
-        self.state_dict, self.mappings = self._flatten(state_dict)
+        flat = self._flatten(state_dict)
+        give_memory(state_dict, flat)
+        self._take(flat)
         if metadata is not None:
             self._use_old_keys_if_saved_so(metadata)
 
-    def _flatten(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _take(self, flat: Flattened) -> None:
+        self.state_dict, self.mappings = self._merge_shards(flat.values), flat.paths
+
+    def _flatten(self, state_dict: dict[str, Any]) -> Flattened:
         """Return values and paths by key."""
-        return flatten_state_dict(flatten_sharded_tensors(state_dict))
+        return flatten(state_dict)
+
+    def _merge_shards(self, flat: dict[str, Any]) -> dict[str, Any]:
+        return merge_nested_shards(flat)
 
     def _use_old_keys_if_saved_so(self, metadata: Metadata) -> None:
         """Take torch 2.3's flattening, which kept lists whole, if the checkpoint has its keys."""
         saved = metadata.state_dict_metadata.keys()
         if self.state_dict.keys() <= saved:
             return
-        old, mappings = flatten_state_dict_2_3(self.original_state_dict)
-        if (old.keys() - self.state_dict.keys()) & saved:
-            self.state_dict, self.mappings = old, mappings
+        old = flatten(self.original_state_dict, as_torch_2_3=True)
+        if (old.values.keys() - self.state_dict.keys()) & saved:
+            self._take(old)
 
     def create_local_plan(self) -> LoadPlan:
         """Match keys and shapes and plan the boxes that this rank holds. All ranks.
@@ -194,20 +207,24 @@ class LoadPlanner(DcpLoadPlanner):
 
         Raises:
             CorruptError: If it names code to run and ``allow_pickle`` is False.
+            IncompatibleError: If it is an instance of a class that the state dict does not hold
+                at its key.
         """
-        fqn = read_item.dest_index.fqn
-        try:
-            loaded = torch.load(value, weights_only=not self._allow_pickle)
-        except pickle.UnpicklingError as error:
-            raise CorruptError(
-                f"the value {read_item.storage_index.fqn!r} names more than plain data; it was not"
-                " run. If you trust the checkpoint, pass LoadPlanner(allow_pickle=True), or name"
-                " its classes with torch.serialization.add_safe_globals. Torch says: "
-                + str(error).partition("\n")[0],
-                fqn=read_item.storage_index.fqn,
-            ) from error
+        fqn, name = read_item.dest_index.fqn, read_item.storage_index.fqn
+        target = self.state_dict.get(fqn)
+        loaded = open_record(name, value, target, allow_pickle=self._allow_pickle)
         self.state_dict[fqn] = loaded
         set_element(self.original_state_dict, self.mappings[fqn], loaded)
+
+    @property
+    def reads_encoded_values(self) -> bool:
+        """Whether `load_bytes` may be given encodings of values instead of ``torch.save`` bytes.
+
+        True unless a subclass has its own `load_bytes`, which by DCP's contract gets
+        ``torch.save`` bytes. One that hands everything on to this class's may say True.
+        """
+        is_ours = type(self).load_bytes is LoadPlanner.load_bytes
+        return is_ours and not self._allow_pickle
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return where the item's elements go."""

@@ -23,14 +23,15 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 
 from dcpstore.errors import ConfigError, IncompatibleError
+from dcpstore.format.dtypes import is_plain_dtype
 from dcpstore.planners.lookup import find_object
+from dcpstore.planners.nested import flatten, merge_nested_shards
 from dcpstore.planners.rules import KeyRules, Rename
+from dcpstore.planners.values import check_all, record_of
 from dcpstore.planning.exchange.cache import PlanCache
 from dcpstore.planning.exchange.global_plan import GlobalSavePlan
 from dcpstore.torch_private import (
     dedup_save_plans,
-    flatten_sharded_tensors,
-    flatten_state_dict,
     validate_global_plan,
 )
 
@@ -52,6 +53,8 @@ class SavePlanner(DcpSavePlanner):
             prefixes that end with ``.``, or a function.
         max_item_bytes: Cut a larger chunk into several items along its outermost
             dimension, so that its parts upload and load at the same time. None never cuts.
+        allow_pickle: Save values, too, that only plain pickle opens again: a load then needs
+            ``LoadPlanner(allow_pickle=True)``, and runs what code the bucket holds.
     """
 
     keeps_tensors = True
@@ -65,11 +68,13 @@ class SavePlanner(DcpSavePlanner):
         exclude: Sequence[str] = (),
         rename: Rename | None = None,
         max_item_bytes: int | None = 4 << 30,
+        allow_pickle: bool = False,
     ) -> None:
         if max_item_bytes is not None and max_item_bytes < 1:
             raise ConfigError(f"max_item_bytes={max_item_bytes} must be at least 1, or None")
         self._rules = KeyRules(include, exclude, rename)
         self._max_item_bytes = max_item_bytes
+        self._allow_pickle = allow_pickle
         self.state_dict: dict[str, Any] = {}
         self.mappings: dict[str, Any] = {}
         self.is_coordinator = False
@@ -82,20 +87,32 @@ class SavePlanner(DcpSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict, flattened, selected and renamed. All ranks."""
+        """Take the state dict, flattened, selected and renamed. All ranks.
+
+        Raises:
+            IncompatibleError: If a key is not of a kind that a load puts back, or two values
+                would have one name.
+        """
         del storage_meta
-        flat, paths = flatten_state_dict(state_dict)
-        names = self._rules.stored_names(list(flat))
-        chosen = {name: flat[fqn] for fqn, name in names.items()}
+        flat = flatten(state_dict, check_keys=True)
+        names = self._rules.stored_names(list(flat.values))
+        chosen = {name: flat.values[fqn] for fqn, name in names.items()}
         self.mappings = {
-            name: paths[fqn] if name == fqn else tuple(name.split("."))
+            name: flat.dcp_paths[fqn] if name == fqn else tuple(name.split("."))
             for fqn, name in names.items()
         }
-        self.state_dict = flatten_sharded_tensors(chosen)
+        self.state_dict = merge_nested_shards(chosen)
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Plan what this rank holds. All ranks."""
+        """Plan what this rank holds. All ranks.
+
+        Raises:
+            IncompatibleError: If the state dict holds what a load could not give back: values that
+                only plain pickle could save, unless ``allow_pickle``, or strange tensors.
+        """
+        if self._stores_values_itself():
+            check_all(self.state_dict, allow_pickle=self._allow_pickle)
         plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
         items = [part for item in plan.items for part in self._cut(item)]
         return SavePlan(items, planner_data=self.mappings)
@@ -133,13 +150,24 @@ class SavePlanner(DcpSavePlanner):
         return find_object(self.state_dict, index, sizes)
 
     def transform_object(self, write_item: WriteItem, value: Any) -> torch.Tensor | io.BytesIO:
-        """Turn what was looked up into what is stored: values become ``torch.save`` bytes."""
+        """Turn what was looked up into what is stored: values become ``torch.save`` bytes.
+
+        Raises:
+            IncompatibleError: If it is a value that a load could not give back.
+        """
         if write_item.type != WriteItemType.BYTE_IO:
             tensor: torch.Tensor = value
             return tensor
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        return stream
+        return record_of(write_item.index.fqn, value, allow_pickle=self._allow_pickle)
+
+    def _stores_values_itself(self) -> bool:
+        """Tell whether no extension of this class decides what is stored of a value."""
+        kind = type(self)
+        return (
+            kind.resolve_data is SavePlanner.resolve_data
+            and kind.lookup_object is SavePlanner.lookup_object
+            and kind.transform_object is SavePlanner.transform_object
+        )
 
     def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
         data = item.tensor_data
@@ -149,6 +177,9 @@ class SavePlanner(DcpSavePlanner):
         sizes = tuple(data.chunk.sizes)
         num_bytes = prod(sizes) * data.properties.dtype.itemsize
         axis = next((a for a, size in enumerate(sizes) if size > 1), None)
+        properties = data.properties
+        if properties.layout != torch.strided or not is_plain_dtype(properties.dtype):
+            axis = None  # it is only stored whole
         if num_bytes <= self._max_item_bytes or axis is None:
             yield item
             return

@@ -1,19 +1,25 @@
 """Make a golden checkpoint; run once per version, the result is never changed.
 
-``python tests/compat/golden/make_golden.py stock|stock-zstd|ours|ours-embedded`` writes the
-folder ``torch-<version>``, ``torch-<version>-zstd``, ``dcpstore-<format version>`` (the manifest
-is an object of its own) or ``dcpstore-<format version>-embedded`` (it lies in ``.metadata``)
-beside this script, saved by two ranks, and ``expected.pt`` in it: the plain values. It refuses
-to touch a folder that exists.
+``python tests/compat/golden/make_golden.py stock|stock-zstd|ours|ours-embedded|ours-values``
+writes the folder ``torch-<version>``, ``torch-<version>-zstd``, ``dcpstore-1`` (the manifest is an
+object of its own), ``dcpstore-1-embedded`` (it lies in ``.metadata``) or ``dcpstore-2`` (with
+values that need an encoding) beside this script, saved by two ranks, and ``expected.pt`` in it:
+the plain values. It refuses to touch a folder that exists.
 """
 
 from __future__ import annotations
 
+import collections
+import datetime as dt
+import http
+import pathlib
 import sys
 import tempfile
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -49,10 +55,26 @@ def plain_values() -> dict[str, Any]:
     }
 
 
+def encoded_values() -> dict[str, Any]:
+    """Values that a manifest of version 2 is for, of types that every Python has."""
+    return {
+        "array": np.arange(6, dtype=">i4").reshape(2, 3),
+        "large": np.arange(5000.0) / 3,
+        "rng": np.random.RandomState(0).get_state(),
+        "when": (dt.datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=dt.timezone.utc), dt.timedelta(1)),
+        "path": pathlib.PurePosixPath("data/train"),
+        "counts": (collections.Counter("aab"), frozenset({1, 2}), range(3), b""),
+        "status": http.HTTPStatus.NOT_FOUND,
+        "url": urllib.parse.SplitResult("s3", "bucket", "/run", "", ""),
+    }
+
+
 def save_rank(rank: int, kind: str, folder: str, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     state = plain_values()
+    if kind == "ours-values":
+        state["values"] = encoded_values()
     for name, placement in [
         ("rows", Shard(0)),
         ("columns", Shard(1)),
@@ -61,13 +83,14 @@ def save_rank(rank: int, kind: str, folder: str, store: str) -> None:
     ]:
         state["model"][name] = distribute_tensor(state["model"][name], mesh, [placement])
     if kind.startswith("ours"):
-        from dcpstore import ObjectStoreWriter, WriteConfig
+        from dcpstore import ObjectStoreWriter, SavePlanner, WriteConfig
 
-        config = WriteConfig() if kind == "ours-embedded" else WriteConfig(embed_manifest_bytes=0)
+        config = WriteConfig(embed_manifest_bytes=0) if kind == "ours" else WriteConfig()
+        planner = SavePlanner() if kind == "ours-values" else None
         writer: Any = ObjectStoreWriter(Path(folder), config=config)
     else:
-        writer = dcp.FileSystemWriter(folder, **settings_of(kind))
-    dcp.save(state, storage_writer=writer)
+        writer, planner = dcp.FileSystemWriter(folder, **settings_of(kind)), None
+    dcp.save(state, storage_writer=writer, planner=planner)
     dist.destroy_process_group()
 
 
@@ -80,10 +103,9 @@ def settings_of(kind: str) -> dict[str, Any]:
 
 
 def folder_of(kind: str) -> Path:
-    if kind.startswith("ours"):
-        from dcpstore.manifest import FORMAT_VERSION
-
-        return HERE / f"dcpstore-{FORMAT_VERSION}{kind.removeprefix('ours')}"
+    ours = {"ours": "1", "ours-embedded": "1-embedded", "ours-values": "2"}
+    if kind in ours:
+        return HERE / f"dcpstore-{ours[kind]}"
     version = str(torch.__version__).partition("+")[0]
     return HERE / f"torch-{version}{kind.removeprefix('stock')}"
 
