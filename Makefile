@@ -12,6 +12,7 @@ PEERS_READY := $(VENV)/.peers-ready
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+CAMPAIGN_ARGS ?= --wire 12000 --gloo 1000 --verbs 90000 --seed 1 --minutes 170 --workers 2 --out campaign.json
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint unit bench gpu campaign clean
@@ -22,7 +23,7 @@ help:
 	@echo 'make lint      the same without the tests'
 	@echo 'make bench     benchmarks beside the peers (BENCH_ARGS=--quick: do they run?)'
 	@echo 'make gpu       tests that need a CUDA device'
-	@echo 'make campaign  long fault schedules'
+	@echo 'make campaign  a hundred thousand schedules of faults, and the long tests'
 	@echo 'make clean     remove .venv and caches'
 
 setup: $(READY)
@@ -64,6 +65,7 @@ gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
 
 campaign: $(READY)
+	$(BIN)/python -m tests.campaign $(CAMPAIGN_ARGS)
 	$(BIN)/python -m pytest -m campaign --timeout 3600 $(PYTEST_ARGS)
 
 clean:

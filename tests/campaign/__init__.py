@@ -1,0 +1,1 @@
+"""Random schedules of faults, and a judge of what they leave that shares no code with dcpstore."""

@@ -1,0 +1,10 @@
+"""``python -m tests.campaign``; see `campaign.cli`."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from campaign.cli import main
+
+    sys.exit(main())
