@@ -180,7 +180,7 @@ def test_an_answer_that_trickles_ends_at_its_time_out(engine, server):
 )
 def test_a_save_goes_on_after_a_request_without_an_answer(engine, operation, server):
     state = {"w": torch.arange(4_000_000.0), "step": torch.tensor(7)}
-    config = {"engine": engine, "timeout_s": 3.0}
+    config = {"engine": engine, "timeout_s": 1.5}
     options = {"storage_options": server.options}
     server.silences = [Silence(operation, acts=operation == "CompleteMultipartUpload")]
     writer = ObjectStoreWriter(

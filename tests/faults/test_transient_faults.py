@@ -236,8 +236,8 @@ def test_a_storm_that_does_not_end_is_given_up_at_the_deadline(any_place: Place)
     save(state_at(1), any_place.writer())
     any_place.server.add_fault(Fault("*", status=503, times=-1))
     for call, storage in (
-        (save, any_place.writer(overwrite=True, retry_deadline_s=1.0)),
-        (load, any_place.reader(retry_deadline_s=1.0)),
+        (save, any_place.writer(overwrite=True, retry_deadline_s=2.0)),
+        (load, any_place.reader(retry_deadline_s=2.0)),
     ):
         began = time.monotonic()
         error = failing(Exception, call, state_at(0), storage)

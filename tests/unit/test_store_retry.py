@@ -8,7 +8,7 @@ import pytest
 
 from dcpstore.errors import AlreadyExistsError, StoreError
 from dcpstore.store import AdaptiveLimiter, IfMatch, RetryingStore, RetryPolicy, open_store
-from dcpstore.store.retry import Deadline, TimeLimit
+from dcpstore.store.retry import Deadline, TimeLimit, call_with_retries
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 
 
@@ -121,6 +121,16 @@ def test_attempts_are_bounded(build):
     assert isinstance(caught.value.__cause__, StoreError)
     assert caught.value.retryable
     assert caught.value.key == "a"
+
+
+def test_a_last_attempt_cut_short_does_not_hide_what_the_store_answered():
+    said = iter(["503 Slow Down", "no answer within 0.1 s"])
+
+    def request():
+        raise StoreError(next(said), retryable=True)
+
+    with pytest.raises(StoreError, match=r"^no answer.*gave up.*before: 503 Slow Down\)$"):
+        call_with_retries(request, RetryPolicy(max_attempts=2), sleep=lambda _: None)
 
 
 def test_time_is_bounded(build, fake_time):

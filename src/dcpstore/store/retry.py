@@ -400,6 +400,7 @@ def call_with_retries(
         deadline.spent_s()
     num_failures = 0
     is_unanswered = False
+    before: StoreError | None = None
     while True:
         try:
             return request()
@@ -417,7 +418,8 @@ def call_with_retries(
             if error.unreachable and not has_answered():
                 most_s = min(most_s, policy.unreachable_s)
             if num_failures >= policy.max_attempts or spent_s + delay_s >= most_s:
-                raise _given_up(error, num_failures, spent_s) from error
+                raise _given_up(error, before, num_failures, spent_s) from error
+            before = error
         sleep(delay_s)
 
 
@@ -429,6 +431,12 @@ def _if_throttled(error: StoreError) -> bool:
     return error.throttled
 
 
-def _given_up(error: StoreError, num_attempts: int, spent_s: float) -> StoreError:
+def _given_up(
+    error: StoreError, before: StoreError | None, num_attempts: int, spent_s: float
+) -> StoreError:
     tries = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
-    return error.said_as(f"{error.message} (gave up after {tries} over {spent_s:.1f} s)")
+    said = f"gave up after {tries} over {spent_s:.1f} s"
+    if before is not None and before.message != error.message:
+        # The deadline may have cut the last attempt short: that says little about the store.
+        said += f"; the attempt before: {before.message}"
+    return error.said_as(f"{error.message} ({said})")
