@@ -8,8 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS_READY := $(VENV)/.peers-ready
-# Two workers: the suite is built to fit two cores, and rank tests start processes of their own.
-PYTEST_ARGS ?= -n 2
+# Three workers on two cores: many tests wait for a server or a time-out most of their time.
+PYTEST_ARGS ?= -n 3 --dist worksteal
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 CAMPAIGN_ARGS ?= --wire 12000 --gloo 1000 --verbs 90000 --seed 1 --minutes 170 --workers 2 --out campaign.json

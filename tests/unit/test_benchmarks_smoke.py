@@ -60,6 +60,7 @@ def test_the_report_has_every_row_in_the_sum_and_a_table_of_its_own(
     assert "save: no LIST, HEAD, COPY, DELETE | 0 | yes" in text
 
 
+@pytest.mark.campaign  # it starts the ranks of a row once more
 def test_rows_of_several_ranks_are_measured_more_than_once(tmp_path) -> None:
     output = tmp_path / "results.json"
     command = ["--quick", "--repeats", "2", "--output", str(output), "--only", "rows-4-2"]

@@ -101,7 +101,8 @@ def test_a_part_of_a_tensor_takes_memory_for_its_ends_only(tmp_path: Any) -> Non
         checkpoint.read_tensor("w", slice(10, 2010), out=target)
         stats = checkpoint.stats
     assert torch.equal(target, stored[10:2010])
-    assert stats.peak_bytes == stats.fetched_bytes - stats.needed_bytes <= 512 * KIB
+    # Whether both requests are under way at the same time is a matter of luck.
+    assert 0 < stats.peak_bytes <= stats.fetched_bytes - stats.needed_bytes <= 512 * KIB
 
 
 def test_requests_that_land_are_long_first_and_short_at_the_end(tmp_path: Any) -> None:
