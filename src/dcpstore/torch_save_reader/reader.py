@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.futures import Future as TorchFuture
 
 from dcpstore.collectives import RankGroup, SingleGroup
 from dcpstore.config import ReadConfig
@@ -202,7 +202,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         """Return the plans. DCP's coordinator only."""
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Fill this rank's targets. Returns when all are there. Collective.
 
         Planner methods are called in the calling thread only.
@@ -216,7 +216,7 @@ class BroadcastingTorchSaveReader(StorageReader):
             StoreError: If the store refuses.
         """
         self.read_planned(lambda: plan, planner, Meter("load"))
-        future: Future[None] = Future()
+        future: TorchFuture[None] = TorchFuture()
         future.set_result(None)
         return future
 
