@@ -38,12 +38,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.alone import HeldChunk, decide_locally, replica_ranks
-from dcpstore.planning.exchange.cache import PlanCache, cache_key, parts_of
-from dcpstore.planning.exchange.columns import Ints, SaveColumns, key_parts, pack_columns
-from dcpstore.planning.exchange.global_plan import GlobalSavePlan
-from dcpstore.planning.exchange.merge import merge_save_plans
-from dcpstore.planning.exchange.schema import KeyKind, KeyRow, cut_rows
-from dcpstore.planning.exchange.wire import DIGEST_BYTES, PackedPlan, PlanFlag, read_head
+from dcpstore.plan.columns import (
+    Ints,
+    KeyKind,
+    KeyRow,
+    SaveColumns,
+    cut_rows,
+    key_parts,
+    pack_columns,
+)
+from dcpstore.plan.merge import merge_save_plans
+from dcpstore.plan.packed import GlobalSavePlan
+from dcpstore.plan.wire import (
+    DIGEST_BYTES,
+    PackedPlan,
+    PlanCache,
+    PlanFlag,
+    cache_key,
+    parts_of,
+    read_head,
+)
 
 SHAPES = ("fsdp", "hybrid", "ddp")
 RANKS = (64, 256, 1_024, 4_096, 16_384)
@@ -203,7 +217,7 @@ def measure_torch(job: Job) -> dict[str, float]:
         create_default_global_save_plan,
     )
 
-    from dcpstore.planning.exchange.save_plans import unpack_save_plan
+    from dcpstore.plan.packed import unpack_save_plan
 
     arrived = [pickle.dumps(unpack_save_plan(plan)) for plan in job.packed()]
     began, cpu = time.perf_counter(), _cpu_seconds()
@@ -237,7 +251,7 @@ def balance(mesh: tuple[int, int], replicated: list[tuple[bool, bool]], seed: in
     """
     from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 
-    from dcpstore.planning.exchange.save_plans import unpack_save_plan
+    from dcpstore.plan.packed import unpack_save_plan
 
     choice = np.random.default_rng(seed)
     num_ranks = mesh[0] * mesh[1]

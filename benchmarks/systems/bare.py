@@ -53,7 +53,7 @@ def _save(state: StateDict, url: str, options: dict[str, Any], *, checks: bool) 
 
     from dcpstore import WriteConfig
     from dcpstore.format.checksum import BlockChecksummer
-    from dcpstore.planning.pack import plan_part_bytes
+    from dcpstore.write.job import plan_part_bytes
 
     config = WriteConfig()
     (payload,) = (memoryview(tensor.view(torch.uint8).numpy().data) for tensor in state.values())

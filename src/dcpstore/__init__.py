@@ -37,14 +37,14 @@ if TYPE_CHECKING:
         optimizer_state,
         restore_optimizer,
     )
-    from dcpstore.planners import LoadPlanner, SavePlanner
-    from dcpstore.planners.dynamic_meta import DynamicMetaLoadPlanner
-    from dcpstore.reader import ObjectStoreReader
-    from dcpstore.reading import Checkpoint, open_checkpoint, read_tensor
+    from dcpstore.plan import LoadPlanner, SavePlanner
+    from dcpstore.plan.load import DynamicMetaLoadPlanner
+    from dcpstore.read.checkpoint import Checkpoint, open_checkpoint, read_tensor
+    from dcpstore.read.reader import ObjectStoreReader
+    from dcpstore.read.torch_save import BroadcastingTorchSaveReader
     from dcpstore.report import LoadResult, SaveResult
     from dcpstore.saving import save
-    from dcpstore.torch_save_reader import BroadcastingTorchSaveReader
-    from dcpstore.writer import ObjectStoreWriter
+    from dcpstore.write.writer import ObjectStoreWriter
 
 __all__ = [
     "AlreadyExistsError",
@@ -80,21 +80,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
-    "BroadcastingTorchSaveReader": "dcpstore.torch_save_reader",
-    "DynamicMetaLoadPlanner": "dcpstore.planners.dynamic_meta",
-    "Checkpoint": "dcpstore.reading",
-    "LoadPlanner": "dcpstore.planners",
+    "BroadcastingTorchSaveReader": "dcpstore.read.torch_save",
+    "DynamicMetaLoadPlanner": "dcpstore.plan.load",
+    "Checkpoint": "dcpstore.read.checkpoint",
+    "LoadPlanner": "dcpstore.plan",
     "LoadResult": "dcpstore.report",
-    "ObjectStoreReader": "dcpstore.reader",
-    "ObjectStoreWriter": "dcpstore.writer",
-    "SavePlanner": "dcpstore.planners",
+    "ObjectStoreReader": "dcpstore.read.reader",
+    "ObjectStoreWriter": "dcpstore.write.writer",
+    "SavePlanner": "dcpstore.plan",
     "SaveResult": "dcpstore.report",
     "load": "dcpstore.loading",
     "load_sharded_optimizer_state_dict": "dcpstore.optimizer",
     "optimizer_state": "dcpstore.optimizer",
     "restore_optimizer": "dcpstore.optimizer",
-    "open_checkpoint": "dcpstore.reading",
-    "read_tensor": "dcpstore.reading",
+    "open_checkpoint": "dcpstore.read.checkpoint",
+    "read_tensor": "dcpstore.read.checkpoint",
     "save": "dcpstore.saving",
 }
 

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from dcpstore.errors import ConfigError
 
-__all__ = ["MAX_METADATA_BYTES", "ReadConfig", "WriteConfig"]
-
 _KIB = 1 << 10
 _MIB = 1 << 20
 

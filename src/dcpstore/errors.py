@@ -13,19 +13,6 @@ from typing import Any
 
 from dcpstore.text import printable
 
-__all__ = [
-    "AlreadyExistsError",
-    "CheckpointError",
-    "CommitUnknownError",
-    "ConfigError",
-    "ConflictError",
-    "CorruptError",
-    "IncompatibleError",
-    "NotFoundError",
-    "RankFailures",
-    "StoreError",
-]
-
 
 class CheckpointError(Exception):
     """Base of all errors that dcpstore raises on purpose.

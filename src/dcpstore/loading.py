@@ -29,29 +29,20 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from dcpstore.collectives import RankGroup, steps
 from dcpstore.config import ReadConfig
-from dcpstore.coverage import refuse_lacks, with_holes
-from dcpstore.discovery import Discovered
 from dcpstore.errors import ConfigError, NotFoundError
-from dcpstore.fetch import ReadJob, ReadStats
-from dcpstore.planners import LoadPlanner
-from dcpstore.planners.rules import Strictness
-from dcpstore.planning.exchange.cache import PlanCache
-from dcpstore.progress import Meter, ProgressCallback, show_progress
-from dcpstore.protocol import (
-    Ranks,
-    call_set_up,
-    is_stateful,
-    join_ranks,
-    plain_cause_of_one,
-)
-from dcpstore.reader import ObjectStoreReader
-from dcpstore.report import LoadResult, Phases, Transfer
-from dcpstore.share import SharePolicy, Sharing, fetch_shared, plan_shares
-from dcpstore.torch_save_reader import BroadcastingTorchSaveReader
-
-__all__ = ["StateMaker", "load"]
+from dcpstore.plan import LoadPlanner
+from dcpstore.plan.coverage import refuse_lacks, with_holes
+from dcpstore.plan.rules import Strictness
+from dcpstore.plan.wire import PlanCache
+from dcpstore.ranks import RankGroup, steps
+from dcpstore.ranks.agreement import Ranks, call_set_up, is_stateful, join_ranks, plain_cause_of_one
+from dcpstore.read.discovery import Discovered
+from dcpstore.read.pump import ReadJob, ReadStats
+from dcpstore.read.reader import ObjectStoreReader
+from dcpstore.read.sharing import SharePolicy, Sharing, fetch_shared, plan_shares
+from dcpstore.read.torch_save import BroadcastingTorchSaveReader
+from dcpstore.report import LoadResult, Meter, Phases, ProgressCallback, Transfer, show_progress
 
 StateMaker: TypeAlias = Callable[[Metadata], MutableMapping[str, Any]]
 """Makes the state dict once it is known what the checkpoint holds."""
@@ -82,7 +73,7 @@ def load(
             given their loaded state. Or a function that makes it of the checkpoint's metadata,
             called once on every rank, as a part of the step that plans.
         url: Folder of the checkpoint.
-        planner: Any DCP load planner; None for `dcpstore.planners.LoadPlanner`.
+        planner: Any DCP load planner; None for `dcpstore.plan.LoadPlanner`.
         process_group: The ranks that load together; None for all, or for this process
             alone where torch.distributed is not initialised. An open `RankGroup` will do.
         strict: Whether a key that the checkpoint lacks is an error: for all, or per prefix.

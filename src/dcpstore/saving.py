@@ -20,26 +20,17 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from dcpstore.collectives import RankGroup, steps
-from dcpstore.collectives.board import BoardLostError
-from dcpstore.collector import collector_paused
 from dcpstore.config import WriteConfig
 from dcpstore.errors import CheckpointError, CommitUnknownError, ConfigError, RankFailures
-from dcpstore.plan_exchange import AgreedPlan, agree_on_save_plan
-from dcpstore.planners import SavePlanner
-from dcpstore.progress import Meter, ProgressCallback, show_progress
-from dcpstore.protocol import (
-    Ranks,
-    call_set_up,
-    is_stateful,
-    join_ranks,
-    plain_cause_of_one,
-)
-from dcpstore.report import Phases, SaveResult
-from dcpstore.write_job import WriteStats
-from dcpstore.writer import ObjectStoreWriter
-
-__all__ = ["save"]
+from dcpstore.plan import SavePlanner
+from dcpstore.ranks import RankGroup, steps
+from dcpstore.ranks.agreement import Ranks, call_set_up, is_stateful, join_ranks, plain_cause_of_one
+from dcpstore.ranks.board import BoardLostError
+from dcpstore.report import Meter, Phases, ProgressCallback, SaveResult, show_progress
+from dcpstore.text import collector_paused
+from dcpstore.write.exchange import AgreedPlan, agree_on_save_plan
+from dcpstore.write.job import WriteStats
+from dcpstore.write.writer import ObjectStoreWriter
 
 _WRITE = "write"
 _SEAL = "seal"
@@ -70,7 +61,7 @@ def save(
     Args:
         state_dict: Nested; its ``Stateful`` values are asked for their state.
         url: Folder of the checkpoint.
-        planner: Any DCP save planner; None for `dcpstore.planners.SavePlanner`. One that is
+        planner: Any DCP save planner; None for `dcpstore.plan.SavePlanner`. One that is
             kept and passed again spares unchanged plans from being made and sent again.
         process_group: The ranks that save together; None for all, or for this process
             alone where torch.distributed is not initialised. An open `RankGroup` will do.

@@ -1,14 +1,20 @@
 """How results print: a title, aligned rows, sizes, counts, names and ages for people.
 
 And how text that comes from a bucket does: without what a terminal takes for a command.
+
+Python's garbage collector, kept out of the way where many objects are made that stay.
+
+It walks all objects again each time their number has grown by a quarter, and torch alone
+brings a million. For 20,000 tensors that took a third of the CPU time of a load, and two
+thirds of opening their metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import gc
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
-
-__all__ = ["age_text", "count_text", "names_text", "printable", "size_text", "table", "times"]
 
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -75,3 +81,18 @@ def table(title: str, rows: Mapping[str, str]) -> str:
     width = max(map(len, rows), default=0)
     lines = (f"  {name:<{width}}  {value}" for name, value in rows.items())
     return "\n".join(map(printable, (title, *lines)))
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Make objects without looking among them for garbage. For seconds, not for hours.
+
+    Any thread, nested or not: whoever saw the collector on turns it on again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -20,35 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
-__all__ = [
-    "canonical_names",
-    "RebuildFunctions",
-    "create_read_items",
-    "dcp_format_version",
-    "dedup_save_plans",
-    "default_extension_registry",
-    "flatten_sharded_tensors",
-    "flatten_state_dict",
-    "group_of_sharded_tensor",
-    "is_in_mesh",
-    "make_sharded_tensor",
-    "make_storage_info",
-    "materialise_meta_tensors",
-    "meta_storage",
-    "named_storage_class",
-    "narrow",
-    "rebuild_functions",
-    "refused_globals",
-    "set_element",
-    "storage_identity",
-    "tensor_attributes",
-    "tensor_lazy_bits",
-    "typed_storage",
-    "untyped_storage",
-    "validate_global_plan",
-    "wait_async_collective",
-    "weights_only_unpickler",
-]
 
 # --- format.record ---------------------------------------------------------------
 

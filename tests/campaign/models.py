@@ -35,18 +35,34 @@ from typing import Any, TypeVar
 
 import fsspec
 import obstore.exceptions
+from typing_extensions import Buffer
 
 from campaign.schedule import Fault, Schedule, Script
 from dcpstore.errors import CheckpointError, NotFoundError, StoreError
-from dcpstore.store.base import Buffer, Capabilities, Fetched, IfMatch, ObjectInfo, Part, PutMode
-from dcpstore.store.destination import Destination
-from dcpstore.store.error_map import Answer, Asked, from_answer, from_fsspec, from_obstore
+from dcpstore.store.base import (
+    Capabilities,
+    Destination,
+    Fetched,
+    IfMatch,
+    ObjectInfo,
+    Part,
+    PutMode,
+)
+from dcpstore.store.error_map import (
+    Answer,
+    Asked,
+    check_length,
+    compare_etag,
+    deletes_failed,
+    from_answer,
+    from_fsspec,
+    from_obstore,
+    with_either_mark,
+)
 from dcpstore.store.fsspec_engine import FsspecStore
-from dcpstore.store.limits import NO_LIMITS
+from dcpstore.store.limits import NO_LIMITS, as_bytes_view, check_key, checked_parts
 from dcpstore.store.location import parse_location
-from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
 from dcpstore.store.uploads import OpenUpload
-from dcpstore.store.verdicts import check_length, compare_etag, deletes_failed, with_either_mark
 
 T = TypeVar("T")
 

@@ -47,7 +47,7 @@ _context = multiprocessing.get_context("forkserver")
 # Installed packages only: the fork server does not know where the campaign lies.
 _context.set_forkserver_preload(
     [
-        *("dcpstore.saving", "dcpstore.testing.ranks", "dcpstore.audit.removal", "obstore"),
+        *("dcpstore.saving", "dcpstore.testing.ranks", "dcpstore.audit.prune", "obstore"),
         *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
         *("numpy", "s3fs", "crc32c"),
     ]

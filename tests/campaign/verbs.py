@@ -32,15 +32,13 @@ from campaign.judge import (
 )
 from campaign.models import URLS, Died, ModelUploads, Raw, World, open_model
 from campaign.schedule import Fault, Schedule
-from dcpstore.audit.leftovers import Place, Rules, find_in
-from dcpstore.audit.removal import remove
-from dcpstore.collectives.board import BoardLostError, MemoryBoard
-from dcpstore.collectives.lanes import MemoryLanes, MemoryWires
-from dcpstore.collectives.verbs import BoardGroup
+from dcpstore.audit.prune import Place, Rules, find_in, remove
+from dcpstore.ranks.board import BoardLostError, MemoryBoard
+from dcpstore.ranks.exchange import BoardGroup
+from dcpstore.ranks.lanes import MemoryLanes, MemoryWires
 from dcpstore.store import Store
-from dcpstore.store.limiter import AdaptiveLimiter
-from dcpstore.store.retry import RetryingStore, RetryPolicy
-from dcpstore.testing.rank_time import RankTime
+from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
+from dcpstore.testing.ranks import RankTime
 
 DAY_S = 86400.0
 _SOMETIMES = 0.12

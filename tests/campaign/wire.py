@@ -31,12 +31,12 @@ from campaign.judge import (
 from campaign.schedule import Fault, Schedule, parse
 from campaign.server import BUCKET, Place, S3Server
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConfig
-from dcpstore.audit import leftovers, removal
+from dcpstore.audit import prune as leftovers
+from dcpstore.audit import prune as removal
 from dcpstore.store import Store, open_store
-from dcpstore.store.credentials import BotocoreCredentials
-from dcpstore.store.limiter import AdaptiveLimiter
 from dcpstore.store.location import parse_location
-from dcpstore.store.retry import RetryingStore, RetryPolicy
+from dcpstore.store.options import BotocoreCredentials
+from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
 from dcpstore.store.s3fs_engine import S3fsStore
 from dcpstore.store.uploads import OpenUploads, S3Uploads
 from dcpstore.testing.ranks import run_ranks

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 import dcpstore
-from dcpstore.audit.description import describe
+from dcpstore.audit.describe import describe
 from dcpstore.store import open_store
 from dcpstore.testing import Fault, MotoServer
 

@@ -12,15 +12,20 @@ from compat_states import QUIET, assert_same, blank, full_state, pattern
 
 import dcpstore
 from dcpstore import AlreadyExistsError, ConfigError, CorruptError, NotFoundError, RankFailures
-from dcpstore.collectives.verbs import SingleGroup
 from dcpstore.convert import dcp_to_dcp
-from dcpstore.convert.dcp_memory import share_budget
-from dcpstore.convert.dcp_mirror import MirrorOfOurs, MirrorOfStock, mirror
-from dcpstore.convert.dcp_objects import ObjectCheck, pass_through
-from dcpstore.convert.dcp_share import own_run
-from dcpstore.keys import METADATA_KEY
-from dcpstore.manifest import decode
-from dcpstore.progress import Meter
+from dcpstore.convert.dcp.mirror import (
+    MirrorOfOurs,
+    MirrorOfStock,
+    ObjectCheck,
+    mirror,
+    pass_through,
+)
+from dcpstore.convert.dcp.source import own_run
+from dcpstore.convert.output import share_budget
+from dcpstore.format.keys import METADATA_KEY
+from dcpstore.format.manifest import decode
+from dcpstore.ranks.exchange import SingleGroup
+from dcpstore.report import Meter
 from dcpstore.store import open_store
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 from dcpstore.testing.ranks import run_ranks

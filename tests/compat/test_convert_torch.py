@@ -33,14 +33,19 @@ from dcpstore import (
     RankFailures,
 )
 from dcpstore.convert import dcp_to_torch_save, torch_save_to_dcp
-from dcpstore.convert.torch_layout import LAYOUT_KEY, Layout, encode_layout, open_structure
-from dcpstore.convert.torch_source import ReadAhead, WantedBox, bands_of
-from dcpstore.convert.torch_zip import TorchZipWriter
-from dcpstore.planners import SavePlanner
+from dcpstore.convert.torch.layout import (
+    LAYOUT_KEY,
+    Layout,
+    TorchZipWriter,
+    encode_layout,
+    open_structure,
+)
+from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
+from dcpstore.plan import SavePlanner
+from dcpstore.read.torch_file import open_torch_file
 from dcpstore.store import open_store
 from dcpstore.testing import GcsServer, MotoServer
 from dcpstore.testing.ranks import run_ranks
-from dcpstore.torch_file import open_torch_file
 
 pytestmark = [
     *QUIET,

@@ -21,14 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import dcpstore
-from dcpstore import (
-    BroadcastingTorchSaveReader,
-    CorruptError,
-    ObjectStoreReader,
-    RankFailures,
-)
+from dcpstore import BroadcastingTorchSaveReader, CorruptError, ObjectStoreReader, RankFailures
 from dcpstore.convert import dcp_to_dcp, dcp_to_safetensors, dcp_to_torch_save, safetensors_to_dcp
-from dcpstore.planners import LoadPlanner, SavePlanner
+from dcpstore.plan import LoadPlanner, SavePlanner
 from dcpstore.store import open_store
 from dcpstore.testing import RecordingStore
 from dcpstore.testing.ranks import run_ranks

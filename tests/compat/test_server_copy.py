@@ -13,17 +13,22 @@ from compat_states import QUIET, assert_same, blank, pattern
 
 import dcpstore
 from dcpstore import AlreadyExistsError, CorruptError, RankFailures, StoreError
-from dcpstore.collectives.verbs import SingleGroup
 from dcpstore.convert import dcp_to_dcp
-from dcpstore.convert.dcp_memory import share_budget
-from dcpstore.convert.dcp_mirror import MirrorOfOurs, MirrorOfStock, mirror
-from dcpstore.convert.dcp_objects import CopyTask
-from dcpstore.convert.dcp_transfer import Transfer, copy_objects
-from dcpstore.keys import METADATA_KEY
-from dcpstore.progress import Meter
-from dcpstore.ranges import ByteRange
+from dcpstore.convert.dcp.mirror import (
+    CopyTask,
+    MirrorOfOurs,
+    MirrorOfStock,
+    Transfer,
+    copy_objects,
+    mirror,
+)
+from dcpstore.convert.output import share_budget
+from dcpstore.format.keys import METADATA_KEY
+from dcpstore.ranks.exchange import SingleGroup
+from dcpstore.report import Meter
 from dcpstore.store import RetryPolicy, open_store
 from dcpstore.store.location import parse_location
+from dcpstore.store.ranges import ByteRange
 from dcpstore.store.s3fs_engine import S3fsStore
 from dcpstore.store.server_copy import copy_with_retries, server_copier
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from compat_states import QUIET, assert_same, blank, full_state
 
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, WriteConfig
-from dcpstore.seal import read_seal
+from dcpstore.format.seal import read_seal
 from dcpstore.testing import MotoServer
 
 pytestmark = QUIET

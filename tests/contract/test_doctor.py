@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dcpstore.audit.diagnosis import Diagnosis, diagnose
-from dcpstore.audit.leftovers import Rules, find_leftovers
+from dcpstore.audit.doctor import Diagnosis, diagnose
+from dcpstore.audit.prune import Rules, find_leftovers
 from dcpstore.cli.main import main
 from dcpstore.config import ReadConfig
 from dcpstore.errors import AlreadyExistsError, ConfigError, ConflictError

@@ -12,7 +12,7 @@ import pytest
 
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
 from dcpstore.store import RetryPolicy, Store, open_store
-from dcpstore.store.destination import Destination, Revoked
+from dcpstore.store.base import Destination, Revoked
 from dcpstore.testing import Fault
 
 from .conftest import ONCE

@@ -23,7 +23,7 @@ from dcpstore import ObjectStoreReader, ObjectStoreWriter
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.store import RetryPolicy, open_store
-from dcpstore.store.destination import Destination
+from dcpstore.store.base import Destination
 from dcpstore.testing.conformance import PART_BYTES
 
 from .silent_server import Silence, SilentServer

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import dcpstore
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, StoreError, WriteConfig
-from dcpstore.collectives import RankGroup, open_group
-from dcpstore.planners import LoadPlanner, SavePlanner
+from dcpstore.plan import LoadPlanner, SavePlanner
+from dcpstore.ranks import RankGroup, open_group
 from dcpstore.store import Store, open_store
 from faults.places import SMALL
 

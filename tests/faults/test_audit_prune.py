@@ -16,9 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcpstore
-from dcpstore.audit.leftovers import Leftovers, Rules, find_in, find_leftovers
-from dcpstore.audit.leftovers import Place as Found
-from dcpstore.audit.removal import Pruned, prune, remove
+from dcpstore.audit.prune import Leftovers, Pruned, Rules, find_in, find_leftovers, prune, remove
+from dcpstore.audit.prune import Place as Found
 from dcpstore.audit.verify import verify_checkpoint
 from dcpstore.cli.main import main
 from dcpstore.errors import ConfigError, NotFoundError, StoreError

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
-from dcpstore.manifest import StoredItem
-from dcpstore.seal import read_seal
+from dcpstore.format.manifest import StoredItem
+from dcpstore.format.seal import read_seal
 from dcpstore.testing import MotoServer
 from faults.places import APART, ENGINES, HERE, Place, new_place
 from faults.states import MIB, failing, is_equal, load, load_slice, save

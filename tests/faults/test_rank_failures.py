@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from dcpstore import RankFailures, StoreError
-from dcpstore.testing.rank_time import RankTime
-from dcpstore.testing.ranks import ThreadRanks
+from dcpstore.testing.ranks import RankTime, ThreadRanks
 from faults.failing_ranks import (
     LOAD_PHASES,
     NUM_RANKS,

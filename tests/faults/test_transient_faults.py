@@ -13,8 +13,7 @@ import torch
 
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.errors import CorruptError, StoreError
-from dcpstore.store.limiter import AdaptiveLimiter
-from dcpstore.store.retry import RetryingStore, RetryPolicy
+from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
 from dcpstore.testing import Fault, StoreFault
 from faults.places import APART, Backend, Place
 from faults.states import dies, failing, load, loaded_step, save, state_at

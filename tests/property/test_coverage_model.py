@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcpstore import CorruptError
-from dcpstore.coverage import HoleMetadata, find_flaws, find_holes, with_holes
+from dcpstore.plan.coverage import HoleMetadata, find_flaws, find_holes, with_holes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

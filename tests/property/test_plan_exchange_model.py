@@ -29,15 +29,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcpstore.planning.exchange.merge import merge_save_plans
-from dcpstore.planning.exchange.overlap import find_overlaps
-from dcpstore.planning.exchange.problems import PlanError
-from dcpstore.planning.exchange.save_plans import (
-    apply_decision,
-    pack_save_plan,
-    to_metadata,
-    unpack_save_plan,
-)
+from dcpstore.plan.merge import PlanError, merge_save_plans
+from dcpstore.plan.overlap import find_overlaps
+from dcpstore.plan.packed import apply_decision, pack_save_plan, to_metadata, unpack_save_plan
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

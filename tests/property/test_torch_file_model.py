@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcpstore import CheckpointError
-from dcpstore.convert.torch_crc import combine
-from dcpstore.convert.torch_source import ReadAhead, WantedBox, bands_of
+from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of, combine
+from dcpstore.read.torch_file import TorchFile, open_torch_file
 from dcpstore.store import open_store
-from dcpstore.torch_file import TorchFile, open_torch_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpstore import ReadConfig
-from dcpstore.fetch import ReadStats
-from dcpstore.torch_file import open_torch_file
-from dcpstore.torch_save_reader.fill import FileBox, Filler
-from dcpstore.torch_save_reader.layout import Source
+from dcpstore.read.pump import ReadStats
+from dcpstore.read.torch_file import open_torch_file
+from dcpstore.read.torch_save import FileBox, Filler, Source
 
 
 @st.composite

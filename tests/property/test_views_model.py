@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dcpstore.views import RangeView
+from dcpstore.format.views import RangeView
 
 
 class ViewsAgreeWithBytesIO(RuleBasedStateMachine):

@@ -24,7 +24,7 @@ from dcpstore import (
     ReadConfig,
     WriteConfig,
 )
-from dcpstore.collectives import RankGroup
+from dcpstore.ranks import RankGroup
 from dcpstore.store import Store, open_store
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault, StoreRequest
 from dcpstore.testing.ranks import RankRun, run_ranks

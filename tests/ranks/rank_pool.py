@@ -37,11 +37,11 @@ IMPORTED_ONCE = (
     "torch.distributed._tools",
     "torch._dynamo",
     "numpy.ma",
-    "dcpstore.collectives.torch_group",
+    "dcpstore.ranks.torch_group",
     "dcpstore.saving",
     "dcpstore.loading",
     "dcpstore.optimizer",
-    "dcpstore.torch_save_reader",
+    "dcpstore.read.torch_save",
     "obstore",
     "s3fs",
 )

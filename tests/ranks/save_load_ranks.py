@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dcpstore
 from dcpstore import LoadResult, ReadConfig, SaveResult, WriteConfig
-from dcpstore.share import SharePolicy
+from dcpstore.read.sharing import SharePolicy
 
 WAYS = ("ours", "stock planners", "stock storage")
 """Who plans and who stores; `dcpstore.save` and `dcpstore.load` drive all of them."""

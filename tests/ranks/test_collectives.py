@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from dcpstore.collectives import (
+from dcpstore.errors import ConfigError, RankFailures
+from dcpstore.ranks import (
     RankGroup,
     SingleGroup,
     all_gather,
@@ -21,11 +22,9 @@ from dcpstore.collectives import (
     open_group,
     reduce_scatter,
 )
-from dcpstore.collectives.bulk import tree_children, tree_parent
-from dcpstore.collectives.messages import Cause, Decision, describe
-from dcpstore.errors import ConfigError, RankFailures
-from dcpstore.testing.rank_time import RankTime
-from dcpstore.testing.ranks import ThreadRanks, run_ranks
+from dcpstore.ranks.group import Cause, Decision, describe
+from dcpstore.ranks.lanes import tree_children, tree_parent
+from dcpstore.testing.ranks import RankTime, ThreadRanks, run_ranks
 
 SIZES = [1, 2, 3, 4, 8, 64]
 
@@ -376,7 +375,7 @@ def test_an_exception_that_cannot_be_printed_is_still_told() -> None:
 
 def test_collectives_start_without_torch() -> None:
     code = (
-        "import sys, dcpstore.collectives as c, dcpstore.testing.ranks\n"
+        "import sys, dcpstore.ranks as c, dcpstore.testing.ranks\n"
         "assert c.open_group().size == 1\n"
         "assert 'torch' not in sys.modules"
     )

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from test_collectives_matrix import ERRORS, SIZE, Case, Outcome, cases, check, go_through
 
-from dcpstore.collectives import (
+from dcpstore.errors import ConfigError, RankFailures
+from dcpstore.ranks import (
     RankGroup,
     SingleGroup,
     all_gather,
@@ -30,14 +31,12 @@ from dcpstore.collectives import (
     open_group,
     torch_group,
 )
-from dcpstore.collectives.lanes import Lanes
-from dcpstore.collectives.torch_lanes import TorchLanes
-from dcpstore.collectives.torch_store import StoreBoard
-from dcpstore.errors import ConfigError, RankFailures
+from dcpstore.ranks.lanes import Lanes
+from dcpstore.ranks.torch_group import StoreBoard, TorchLanes
 from dcpstore.torch_private import make_backend
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch.distributed", "dcpstore.collectives.torch_group"])
+_server.set_forkserver_preload(["torch.distributed", "dcpstore.ranks.torch_group"])
 
 
 def _rank_main(

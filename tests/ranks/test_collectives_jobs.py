@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from test_collectives_gloo import run_processes
 
-from dcpstore.collectives import all_gather, barrier, broadcast, open_group, reduce_scatter
 from dcpstore.errors import RankFailures
+from dcpstore.ranks import all_gather, barrier, broadcast, open_group, reduce_scatter
 
 
 def take_many_steps(num_steps: int) -> int:

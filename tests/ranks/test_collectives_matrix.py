@@ -13,11 +13,10 @@ from typing import Protocol
 
 import pytest
 
-from dcpstore.collectives import all_gather, all_reduce
-from dcpstore.collectives.group import RankGroup
 from dcpstore.errors import RankFailures
-from dcpstore.testing.rank_time import RankTime
-from dcpstore.testing.ranks import ThreadRanks
+from dcpstore.ranks import all_gather, all_reduce
+from dcpstore.ranks.group import RankGroup
+from dcpstore.testing.ranks import RankTime, ThreadRanks
 
 SIZE = 4
 

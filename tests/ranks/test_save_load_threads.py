@@ -12,7 +12,7 @@ from parts import Part, assert_state, state_of, wiped
 
 import dcpstore
 from dcpstore import ReadConfig, WriteConfig
-from dcpstore.planners import SavePlanner
+from dcpstore.plan import SavePlanner
 from dcpstore.store.fsspec_clients import check_option_names
 from dcpstore.store.location import parse_location
 from dcpstore.testing.ranks import run_ranks

@@ -29,7 +29,7 @@ from dcpstore import (
     RankFailures,
     ReadConfig,
 )
-from dcpstore.collectives import RankGroup
+from dcpstore.ranks import RankGroup
 from dcpstore.store import open_store
 from dcpstore.testing import FaultyStore, StoreFault
 from dcpstore.testing.ranks import run_ranks

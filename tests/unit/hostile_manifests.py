@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import crc32c
 import numpy as np
 
-from dcpstore.seal import get_manifest, make_metadata, read_seal
+from dcpstore.format.seal import get_manifest, make_metadata, read_seal
 from dcpstore.store import open_store
 
 Fields: TypeAlias = dict[str, Any]

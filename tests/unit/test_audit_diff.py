@@ -14,10 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 import dcpstore
 from dcpstore import CorruptError, NotFoundError, ReadConfig, WriteConfig
-from dcpstore.audit.compare import Comparison, compare_checkpoints
-from dcpstore.audit.sameness import are_same
+from dcpstore.audit.diff import Comparison, are_same, compare_checkpoints
 from dcpstore.cli.main import main
-from dcpstore.planners.rules import KeyRules
+from dcpstore.plan.rules import KeyRules
 from dcpstore.store import open_store
 from dcpstore.testing import RecordingStore
 

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 import dcpstore
 from dcpstore import NotFoundError, ReadConfig, StoreError, WriteConfig
-from dcpstore.audit.crc32 import append_crc32
-from dcpstore.audit.findings import Finding, in_order
+from dcpstore.audit.scan import Finding, in_order
 from dcpstore.audit.verify import Verification, verify_checkpoint
-from dcpstore.discovery import discover
-from dcpstore.manifest import decode
-from dcpstore.ranges import ByteRange
-from dcpstore.seal import read_seal
+from dcpstore.audit.zip import append_crc32
+from dcpstore.format.manifest import decode
+from dcpstore.format.seal import read_seal
+from dcpstore.read.discovery import discover
 from dcpstore.store import open_store
+from dcpstore.store.ranges import ByteRange
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]

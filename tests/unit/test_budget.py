@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dcpstore.budget import ByteBudget, Cancelled, FlightWindow
+from dcpstore.store.budget import ByteBudget, Cancelled, FlightWindow
 
 MIB = 1 << 20
 

@@ -17,12 +17,11 @@ from pathlib import Path
 import pytest
 
 from dcpstore import errors
-from dcpstore.cli import commands
+from dcpstore.cli import main as commands
 from dcpstore.cli.connection import add_connection_arguments, read_connection
-from dcpstore.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
 from dcpstore.cli.main import main
-from dcpstore.cli.output import Output
-from dcpstore.progress import Meter
+from dcpstore.cli.output import MEANINGS, ExitCode, Output, exit_code_of
+from dcpstore.report import Meter
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -295,7 +294,7 @@ def test_a_result_is_one_document_or_lines_and_notes_stay_off_it() -> None:
 def test_warnings_of_the_library_are_the_commands_own() -> None:
     class Warns(Broken):
         def run(self, args: argparse.Namespace, out: Output) -> ExitCode:
-            logging.getLogger("dcpstore.commit").warning("left %d", 3)
+            logging.getLogger("dcpstore.write.commit").warning("left %d", 3)
             return ExitCode.OK
 
     for flags, said in (([], "warning: left 3\n"), (["--json"], '{"warning": "left 3"}\n')):
@@ -387,7 +386,7 @@ def test_ctrl_c_ends_a_process_that_waits_inside_a_foreign_call_for_a_store() ->
 
 SIGNALLED = """
 import os, signal, sys, time
-from dcpstore.cli.signals import answer_signals
+from dcpstore.cli.main import answer_signals
 
 answer_signals("message", grace_s=0.01)
 try:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dcpstore.audit.listing import list_checkpoints
-from dcpstore.cli.text import format_age, table
-from dcpstore.commit import Sealer
+from dcpstore.audit.describe import list_checkpoints
+from dcpstore.cli.output import format_age, table
 from dcpstore.errors import StoreError
-from dcpstore.keys import data_key, manifest_key
+from dcpstore.format.keys import data_key, manifest_key
 from dcpstore.store import open_store
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
+from dcpstore.write.commit import Sealer
 
 SAVE = "0123456789abcdef"
 

@@ -8,16 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from dcpstore.audit.description import Described, Description, Shard, collect, describe
-from dcpstore.audit.outline import build_outline, select, sort_entries, sum_up
-from dcpstore.audit.plot import MAX_LANES, render_plot
-from dcpstore.commit import Sealer
+from dcpstore.audit.describe import (
+    MAX_LANES,
+    Described,
+    Description,
+    Shard,
+    build_outline,
+    collect,
+    describe,
+    render_plot,
+    select,
+    sort_entries,
+    sum_up,
+)
 from dcpstore.config import ReadConfig
-from dcpstore.keys import data_key
-from dcpstore.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, encode
-from dcpstore.ranges import ByteRange
+from dcpstore.format.keys import data_key
+from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, encode
 from dcpstore.store import open_store
+from dcpstore.store.ranges import ByteRange
 from dcpstore.testing import RecordingStore
+from dcpstore.write.commit import Sealer
 
 SAVE = "0123456789abcdef"
 

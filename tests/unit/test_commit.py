@@ -11,8 +11,6 @@ import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from dcpstore import commit
-from dcpstore.commit import Proof, Sealer, probe, sweep
 from dcpstore.config import WriteConfig
 from dcpstore.errors import (
     AlreadyExistsError,
@@ -23,11 +21,13 @@ from dcpstore.errors import (
     NotFoundError,
     StoreError,
 )
-from dcpstore.keys import METADATA_KEY, data_key, manifest_key
+from dcpstore.format.keys import METADATA_KEY, data_key, manifest_key
 from dcpstore.store import Store, open_store
 from dcpstore.store.base import IfMatch
 from dcpstore.store.retry import RetryingStore, RetryPolicy
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
+from dcpstore.write import commit
+from dcpstore.write.commit import Proof, Sealer, probe, sweep
 
 PICKLED, MANIFEST = b"a pickle.", b"a manifest"
 OURS, THEIRS, OLD = "a" * 16, "b" * 16, "c" * 16

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcpstore import CorruptError
-from dcpstore.coverage import (
+from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
+from dcpstore.plan.coverage import (
     Flaw,
     HoleMetadata,
     find_flaws,
@@ -30,9 +31,8 @@ from dcpstore.coverage import (
     refuse_lacks,
     with_holes,
 )
-from dcpstore.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
-from dcpstore.planning.exchange.overlap import find_overlaps
-from dcpstore.ranges import ByteRange
+from dcpstore.plan.overlap import find_overlaps
+from dcpstore.store.ranges import ByteRange
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

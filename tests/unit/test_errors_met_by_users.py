@@ -26,7 +26,7 @@ from dcpstore.errors import (
     NotFoundError,
     StoreError,
 )
-from dcpstore.seal import read_seal
+from dcpstore.format.seal import read_seal
 from dcpstore.testing import Fault, MotoServer
 from faults.places import APART, ENGINES, Place, new_place
 from faults.states import failing, is_equal, load, loaded_step, save, state_at

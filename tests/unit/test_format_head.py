@@ -13,8 +13,13 @@ import torch.distributed.checkpoint as dcp
 
 from dcpstore.format import dtypes
 from dcpstore.format.copying import copy_box_in
-from dcpstore.format.head import HEAD_BYTES, NeedMoreBytes, ParsedHead, parse_record_head
-from dcpstore.format.record import plan_record
+from dcpstore.format.record import (
+    HEAD_BYTES,
+    NeedMoreBytes,
+    ParsedHead,
+    parse_record_head,
+    plan_record,
+)
 from dcpstore.format.tensors import encode_opaque
 
 NAMES = [n for n, row in dtypes.DTYPES.items() if row.is_plain and hasattr(torch, n)]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcpstore.format.head import HEAD_BYTES, ParsedHead, parse_record_head
-from dcpstore.format.record import plan_record
-from dcpstore.views import RangeView
+from dcpstore.format.record import HEAD_BYTES, ParsedHead, parse_record_head, plan_record
+from dcpstore.format.views import RangeView
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 

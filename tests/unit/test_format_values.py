@@ -17,13 +17,15 @@ import value_examples as examples
 from value_examples import CLASSES, ENCODED, OPENED, REFUSED, Color, Config, Point, same
 
 from dcpstore import CorruptError, IncompatibleError
-from dcpstore.format.value_encoding import (
+from dcpstore.format.values import (
+    MAX_DEPTH,
     UnsupportedValueError,
     check_value,
+    decode_value,
     encode_value,
+    is_encoded,
     opens_as_saved,
 )
-from dcpstore.format.values import MAX_DEPTH, decode_value, is_encoded
 
 START = b"DCPVALUE" + struct.pack("<I", 1)
 

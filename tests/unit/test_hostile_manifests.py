@@ -17,12 +17,12 @@ import torch
 from hostile_manifests import changed, every_change, reseal
 
 import dcpstore
-from dcpstore.cli.exit_codes import ExitCode
+from dcpstore.cli.output import ExitCode
 from dcpstore.config import ReadConfig
-from dcpstore.convert.torch_layout import _PREFIX, Layout, decode_layout, encode_layout
-from dcpstore.discovery import discover
+from dcpstore.convert.torch.layout import _PREFIX, Layout, decode_layout, encode_layout
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
-from dcpstore.manifest import decode
+from dcpstore.format.manifest import decode
+from dcpstore.read.discovery import discover
 from dcpstore.store import open_store
 
 GOLDEN = Path(__file__).parents[1] / "compat" / "golden" / "dcpstore-1-embedded"

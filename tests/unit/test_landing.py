@@ -12,11 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpstore import CorruptError, ObjectStoreReader, ObjectStoreWriter, ReadConfig, StoreError
-from dcpstore.fetch import ReadStats
-from dcpstore.reading import open_checkpoint
+from dcpstore.read.checkpoint import open_checkpoint
+from dcpstore.read.pump import ReadStats
 from dcpstore.store import open_store
-from dcpstore.store.base import Store
-from dcpstore.store.destination import Destination
+from dcpstore.store.base import Destination, Store
 from dcpstore.store.hedge import RangeHedge
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 

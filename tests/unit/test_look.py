@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcpstore
 from dcpstore import AlreadyExistsError, ObjectStoreWriter, RankFailures
-from dcpstore.planners import SavePlanner
+from dcpstore.plan import SavePlanner
 from dcpstore.store import open_store
 from dcpstore.testing import RecordingStore
 from dcpstore.testing.ranks import run_ranks

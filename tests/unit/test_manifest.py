@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
-from dcpstore.ranges import ByteRange
+from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
+from dcpstore.store.ranges import ByteRange
 
 
 def properties(dtype: str) -> str:

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcpstore import CorruptError, IncompatibleError, ReadConfig
+from dcpstore.format.metadata import open_stock
+from dcpstore.format.opcodes import BadPickleError, check_structure, without_hashing
+from dcpstore.format.stock import load_metadata_pickle
 from dcpstore.format.tensors import load_record
-from dcpstore.opcodes import BadPickleError, check_structure, without_hashing
-from dcpstore.torch_metadata import open_stock
-from dcpstore.trust import load_metadata_pickle
 
 
 def metadata(num_tensors: int, num_chunks: int, planner_data: Any = None) -> Metadata:

@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
-from dcpstore.planning.exchange.decisions import Decision
-from dcpstore.planning.exchange.merge import merge_save_plans
-from dcpstore.planning.exchange.problems import PlanError
-from dcpstore.planning.exchange.save_plans import (
+from dcpstore.plan.merge import PlanError, merge_save_plans
+from dcpstore.plan.packed import (
+    Decision,
     apply_decision,
     pack_save_plan,
     to_metadata,

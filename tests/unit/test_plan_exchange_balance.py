@@ -20,13 +20,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcpstore.planning.exchange.balance import Replicated, choose_writers
-from dcpstore.planning.exchange.merge import merge_save_plans
-from dcpstore.planning.exchange.save_plans import (
-    apply_decision,
-    pack_save_plan,
-    unpack_save_plan,
-)
+from dcpstore.plan.merge import Replicated, choose_writers, merge_save_plans
+from dcpstore.plan.packed import apply_decision, pack_save_plan, unpack_save_plan
 
 
 def item(fqn: str, start: int, length: int, size: int) -> WriteItem:

@@ -18,11 +18,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcpstore.errors import ConfigError, CorruptError
-from dcpstore.planning.exchange.cache import PlanCache, cache_key, parts_of
-from dcpstore.planning.exchange.global_plan import GlobalSavePlan
-from dcpstore.planning.exchange.merge import merge_save_plans
-from dcpstore.planning.exchange.save_plans import to_packed_plan
-from dcpstore.planning.exchange.wire import PackedPlan, PartKind
+from dcpstore.plan.merge import merge_save_plans
+from dcpstore.plan.packed import GlobalSavePlan, to_packed_plan
+from dcpstore.plan.wire import PackedPlan, PartKind, PlanCache, cache_key, parts_of
 
 PRINT = "writer 1; format 1"
 

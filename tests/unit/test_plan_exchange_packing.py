@@ -19,14 +19,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.planning.exchange.merge import merge_save_plans
-from dcpstore.planning.exchange.save_plans import (
-    _extras_of,
-    pack_save_plan,
-    to_packed_plan,
-    unpack_save_plan,
-)
-from dcpstore.planning.exchange.wire import PackedPlan, PartKind
+from dcpstore.plan.merge import merge_save_plans
+from dcpstore.plan.packed import _extras_of, pack_save_plan, to_packed_plan, unpack_save_plan
+from dcpstore.plan.wire import PackedPlan, PartKind
 
 
 def everything() -> SavePlan:

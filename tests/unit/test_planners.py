@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from dcpstore import ConfigError, CorruptError, IncompatibleError, ObjectStoreReader
-from dcpstore.planners import LoadPlanner, SavePlanner, find_object
-from dcpstore.writer import ObjectStoreWriter
+from dcpstore.plan import LoadPlanner, SavePlanner, find_object
+from dcpstore.write.writer import ObjectStoreWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

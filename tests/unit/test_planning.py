@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpstore.manifest import StoredItem
-from dcpstore.planning.boxes import bands, is_one_run, runs
-from dcpstore.planning.pack import plan_objects, plan_part_bytes
-from dcpstore.planning.reads import ReadPlan, Want, plan_reads
-from dcpstore.ranges import ByteRange, row_major_strides
+from dcpstore.format.boxes import bands, is_one_run, runs
+from dcpstore.format.manifest import StoredItem
+from dcpstore.read.plan import ReadPlan, Want, plan_reads
+from dcpstore.store.ranges import ByteRange, row_major_strides
+from dcpstore.write.job import plan_objects, plan_part_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import dcpstore
 from dcpstore.errors import ConfigError, CorruptError, IncompatibleError, NotFoundError
-from dcpstore.planning.slices import resolve_slices
-from dcpstore.reading import BoxRead
+from dcpstore.read.checkpoint import BoxRead, resolve_slices
 from dcpstore.store import open_store
 from dcpstore.testing import RecordingStore
 

@@ -26,9 +26,9 @@ from dcpstore import (
     WriteConfig,
 )
 from dcpstore.convert import dcp_to_dcp
-from dcpstore.manifest import Manifest, decode, encode
+from dcpstore.format.manifest import Manifest, decode, encode
 from dcpstore.testing.ranks import run_ranks
-from dcpstore.write_job import WriteJob
+from dcpstore.write.job import WriteJob
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

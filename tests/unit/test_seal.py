@@ -12,13 +12,13 @@ import crc32c
 import pytest
 
 from dcpstore.errors import CorruptError, IncompatibleError, StoreError
-from dcpstore.keys import data_key, manifest_key
-from dcpstore.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, encode
-from dcpstore.ranges import ByteRange
-from dcpstore.references import keys_named_in
-from dcpstore.seal import Seal, get_manifest, make_metadata, read_seal
+from dcpstore.format.keys import data_key, manifest_key
+from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, encode
+from dcpstore.format.seal import Seal, get_manifest, make_metadata, read_seal
 from dcpstore.store import Store, open_store
+from dcpstore.store.ranges import ByteRange
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
+from dcpstore.write.commit import keys_named_in
 
 PICKLED, MANIFEST, SAVE = pickle.dumps({"a": 1}), b"a manifest", "a" * 16
 TAIL_BYTES = 12

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpstore.planning.sharing import SharePlan, plan_sharing
+from dcpstore.read.plan import SharePlan, plan_sharing
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dcpstore.budget import Cancelled
-from dcpstore.slabs import Slab, SlabPool
+from dcpstore.store.budget import Cancelled
+from dcpstore.write.upload import Slab, SlabPool
 
 KIB = 1 << 10
 

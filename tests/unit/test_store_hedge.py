@@ -13,8 +13,8 @@ import torch
 
 import dcpstore
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, StoreError
-from dcpstore.budget import ByteBudget
 from dcpstore.store import open_store
+from dcpstore.store.budget import ByteBudget
 from dcpstore.store.hedge import RangeHedge
 
 DELAY_S = 0.01  # any time will do: slow answers wait for the test, not for a clock

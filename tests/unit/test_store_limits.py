@@ -16,15 +16,14 @@ from dcpstore import ObjectStoreReader, ObjectStoreWriter, SavePlanner
 from dcpstore.config import WriteConfig
 from dcpstore.convert.output import Outputs
 from dcpstore.errors import ConfigError
-from dcpstore.ranges import ByteRange
 from dcpstore.store import open_store
 from dcpstore.store.fsspec_engine import FsspecStore
 from dcpstore.store.limits import NO_LIMITS, StoreLimits, limits_of
 from dcpstore.store.location import parse_location
 from dcpstore.store.obstore_engine import ObstoreStore
+from dcpstore.store.ranges import ByteRange
 from dcpstore.store.retry import RetryPolicy
-from dcpstore.store.s3fs_engine import S3fsStore
-from dcpstore.store.s3fs_multipart import S3Source, S3Target, copy_object
+from dcpstore.store.s3fs_engine import S3fsStore, S3Source, S3Target, copy_object
 from dcpstore.testing import RecordingStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,9 +8,8 @@ import pytest
 
 from dcpstore.errors import ConfigError, StoreError
 from dcpstore.store import RetryPolicy, open_store
-from dcpstore.store.credentials import BotocoreCredentials
 from dcpstore.store.location import parse_location
-from dcpstore.store.options import NotHonoured, translate
+from dcpstore.store.options import BotocoreCredentials, NotHonoured, translate
 
 KEYS = {"key": "id", "secret": "hush"}
 

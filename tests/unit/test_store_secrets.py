@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from dcpstore.collectives.messages import describe
 from dcpstore.errors import CheckpointError, RankFailures
+from dcpstore.ranks.group import describe
 from dcpstore.store import Store, open_store
-from dcpstore.store.destination import Destination
+from dcpstore.store.base import Destination
 from dcpstore.store.error_map import Asked, from_fsspec, from_obstore, scrubbed
 from dcpstore.store.retry import RetryPolicy
 

@@ -7,11 +7,10 @@ import time
 
 import pytest
 
-from dcpstore.collectives import RankGroup
-from dcpstore.collectives.steps import barrier
 from dcpstore.errors import RankFailures
-from dcpstore.testing.rank_time import RankTime
-from dcpstore.testing.ranks import ThreadRanks
+from dcpstore.ranks import RankGroup
+from dcpstore.ranks.steps import barrier
+from dcpstore.testing.ranks import RankTime, ThreadRanks
 
 HOURS_S = 10_000.0
 

@@ -12,9 +12,9 @@ import torch
 
 from dcpstore import ConflictError, CorruptError, IncompatibleError, NotFoundError
 from dcpstore.format.dtypes import DTYPES
+from dcpstore.read.torch_file import TorchFile, open_torch_file
 from dcpstore.store import open_store
 from dcpstore.testing import RecordingStore
-from dcpstore.torch_file import TorchFile, open_torch_file
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support:UserWarning"),

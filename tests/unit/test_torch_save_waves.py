@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpstore.torch_save_reader.waves import Extent, Want, Wave, plan_waves, route
+from dcpstore.read.torch_save import Extent, Wave, plan_waves, route
+from dcpstore.read.torch_save import WaveWant as Want
 
 
 def extent(*sizes: int, item_bytes: int = 4, axes: tuple[int, ...] | None = None) -> Extent:

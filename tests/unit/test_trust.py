@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcpstore.commit import Sealer
 from dcpstore.errors import CorruptError
-from dcpstore.keys import check_relative
-from dcpstore.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
-from dcpstore.ranges import ByteRange
-from dcpstore.seal import get_manifest, make_metadata, read_seal
-from dcpstore.trust import load_metadata_pickle
+from dcpstore.format.keys import check_relative
+from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
+from dcpstore.format.seal import get_manifest, make_metadata, read_seal
+from dcpstore.format.stock import load_metadata_pickle
+from dcpstore.store.ranges import ByteRange
+from dcpstore.write.commit import Sealer
 from faults.places import Backend
 from faults.states import failing, load, save, state_at
 
@@ -92,7 +92,7 @@ def attacks(canary: Path) -> list[Calls]:
         Calls("torch", "serialization.os.system", f"touch {path}"),
         Calls("torch.distributed.checkpoint.metadata", "pickle.loads", b"."),
         Calls("torch.distributed.checkpoint.filesystem", "os.remove", path),
-        Calls("dcpstore.trust", "load_metadata_pickle", b"."),
+        Calls("dcpstore.format.stock", "load_metadata_pickle", b"."),
     ]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import dcpstore
 from dcpstore import IncompatibleError, ObjectStoreReader, ObjectStoreWriter
-from dcpstore.planners.nested import flatten
+from dcpstore.plan.nested import flatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -17,7 +17,7 @@ from dcpstore import IncompatibleError, StoreError, WriteConfig
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.store import open_store
 from dcpstore.store.base import Capabilities, ObjectInfo
-from dcpstore.upload import Uploads
+from dcpstore.write.upload import Uploads
 
 MIB = 1 << 20
 PART = 5 * MIB

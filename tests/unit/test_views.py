@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from dcpstore.views import RangeView
+from dcpstore.format.views import RangeView
 
 DATA = bytes(range(100))
 
@@ -184,5 +184,8 @@ def test_zipfile_and_torch_load_work_in_the_middle_of_an_object() -> None:
 
 
 def test_views_do_not_import_torch() -> None:
-    script = "import sys, dcpstore.views, dcpstore.format.dtypes; sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys, dcpstore.format.views, dcpstore.format.dtypes\n"
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -9,10 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcpstore.audit.compare import Comparison, compare_checkpoints
-    from dcpstore.audit.diagnosis import Diagnosis, diagnose
-    from dcpstore.audit.leftovers import Leftovers, Rules, find_leftovers
-    from dcpstore.audit.removal import Pruned, prune
+    from dcpstore.audit.diff import Comparison, compare_checkpoints
+    from dcpstore.audit.doctor import Diagnosis, diagnose
+    from dcpstore.audit.prune import Leftovers, Pruned, Rules, find_leftovers, prune
     from dcpstore.audit.verify import Verification, verify_checkpoint
 
 __all__ = [
@@ -30,16 +29,16 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Comparison": "dcpstore.audit.compare",
-    "Diagnosis": "dcpstore.audit.diagnosis",
-    "Leftovers": "dcpstore.audit.leftovers",
-    "Pruned": "dcpstore.audit.removal",
-    "Rules": "dcpstore.audit.leftovers",
+    "Comparison": "dcpstore.audit.diff",
+    "Diagnosis": "dcpstore.audit.doctor",
+    "Leftovers": "dcpstore.audit.prune",
+    "Pruned": "dcpstore.audit.prune",
+    "Rules": "dcpstore.audit.prune",
     "Verification": "dcpstore.audit.verify",
-    "compare_checkpoints": "dcpstore.audit.compare",
-    "diagnose": "dcpstore.audit.diagnosis",
-    "find_leftovers": "dcpstore.audit.leftovers",
-    "prune": "dcpstore.audit.removal",
+    "compare_checkpoints": "dcpstore.audit.diff",
+    "diagnose": "dcpstore.audit.doctor",
+    "find_leftovers": "dcpstore.audit.prune",
+    "prune": "dcpstore.audit.prune",
     "verify_checkpoint": "dcpstore.audit.verify",
 }
 

@@ -13,17 +13,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcpstore.audit.findings import Finding
-from dcpstore.audit.inventory import Inventory
-from dcpstore.audit.scan import Scanner
-from dcpstore.coverage import find_flaws
-from dcpstore.discovery import INDEX_FILE, read_file_header, read_index, safetensors_files
+from dcpstore.audit.scan import Finding, Inventory, Scanner
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
 from dcpstore.format.safetensors import TensorInFile
-from dcpstore.ranges import ByteRange
+from dcpstore.plan.coverage import find_flaws
+from dcpstore.read.discovery import INDEX_FILE, read_file_header, read_index, safetensors_files
 from dcpstore.store.base import ObjectInfo, Store
-
-__all__ = ["FileContents", "open_files"]
+from dcpstore.store.ranges import ByteRange
 
 
 class FileContents:

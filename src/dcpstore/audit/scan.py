@@ -1,4 +1,8 @@
-"""Read many pieces of many objects once, in bounded memory, and look into each.
+"""What an audit found wrong: each finding with its object, key and byte range.
+
+What lies in a folder: by one listing, or object by object where listing is refused.
+
+Read many pieces of many objects once, in bounded memory, and look into each.
 
 ::
 
@@ -6,25 +10,154 @@
     workers                                                 | GET, look into each piece
 
 A piece that looks wrong is fetched once more, in case it was damaged on the way.
+
+What a checkpoint of a kind must hold, and how its bytes can be judged.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
 
-from dcpstore.audit.findings import Finding
-from dcpstore.budget import ByteBudget, Cancelled, bytes_in_flight
 from dcpstore.config import ReadConfig
-from dcpstore.errors import CheckpointError, CorruptError, NotFoundError, StoreError
-from dcpstore.progress import Meter
-from dcpstore.ranges import ByteRange
-from dcpstore.store.base import Store
+from dcpstore.errors import CheckpointError, ConfigError, CorruptError, NotFoundError, StoreError
+from dcpstore.report import Meter
+from dcpstore.store.base import ObjectInfo, Store
+from dcpstore.store.budget import ByteBudget, Cancelled, bytes_in_flight
+from dcpstore.store.ranges import ByteRange
+from dcpstore.text import printable
 
-__all__ = ["Piece", "ScanStats", "Scanner", "loss_of"]
+FindingKind: TypeAlias = Literal[
+    "missing",
+    "truncated",
+    "resized",
+    "checksum",
+    "framing",
+    "metadata",
+    "incomplete",
+    "mismatch",
+    "unreadable",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a stored checkpoint.
+
+    Attributes:
+        kind: ``missing``: an object is gone. ``truncated``: an object ends before bytes that
+            the metadata names. ``resized``: an object is longer than it was. ``checksum``:
+            bytes are not those that were saved. ``framing``: the bytes around a tensor's
+            elements are damaged; stock torch needs them. ``metadata``: the metadata are
+            damaged. ``incomplete``: stored chunks do not make up their tensor.
+            ``mismatch``: what an object holds is not what the metadata say.
+            ``unreadable``: the store refuses to give an object.
+        message: What was found, and what was expected.
+        key: The object, relative to the checkpoint's folder.
+        fqn: The state dict's key, where one is concerned.
+        span: Bytes of the object; None where no bytes are concerned.
+    """
+
+    kind: FindingKind
+    message: str
+    key: str | None = None
+    fqn: str | None = None
+    span: ByteRange | None = None
+
+    def __str__(self) -> str:
+        where = [self.key or "the checkpoint"]
+        if self.span is not None:
+            where.append(f"bytes [{self.span.start}, {self.span.end})")
+        if self.fqn is not None:
+            where.append(repr(self.fqn))
+        return printable(f"{self.kind}: {', '.join(where)}: {self.message}", keep="\n")
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Sort by object and place; findings that say the same of adjacent bytes become one."""
+    merged: list[Finding] = []
+    for one in sorted(set(findings), key=_place):
+        if merged and _continues(merged[-1], one):
+            assert merged[-1].span is not None
+            assert one.span is not None
+            span = ByteRange(merged[-1].span.start, one.span.end)
+            merged[-1] = replace(merged[-1], span=span)
+        else:
+            merged.append(one)
+    return tuple(merged)
+
+
+def _place(one: Finding) -> tuple[str, int, int, str, str, str]:
+    start, end = one.span or (-1, -1)
+    return one.key or "", start, end, one.fqn or "", one.kind, one.message
+
+
+def _continues(before: Finding, one: Finding) -> bool:
+    if before.span is None or one.span is None or before.span.end != one.span.start:
+        return False
+    return (before.kind, before.key, before.fqn, before.message) == (
+        one.kind,
+        one.key,
+        one.fqn,
+        one.message,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The objects of a folder.
+
+    Attributes:
+        objects: By key, at any depth; only those asked for if not `is_listed`.
+        refused: Objects that the store refuses to tell of, with its reason.
+        is_listed: Whether the store let us list.
+    """
+
+    objects: Mapping[str, ObjectInfo]
+    refused: Mapping[str, CheckpointError]
+    is_listed: bool
+
+
+def take_inventory(store: Store, needed: Iterable[str], *, max_requests: int) -> Inventory:
+    """Look up what is in a folder.
+
+    A listing may be old where a store is lax, so a needed object that it lacks is looked up
+    by itself.
+
+    Args:
+        store: Rooted at the folder.
+        needed: Keys that must be looked up even where listing is refused.
+        max_requests: Requests in flight.
+
+    Raises:
+        StoreError: If the store fails otherwise than by a refusal.
+    """
+    found: dict[str, ObjectInfo] = {}
+    is_listed = True
+    try:
+        found.update((info.key, info) for info in store.list())
+    except StoreError as error:
+        if not error.denied:
+            raise
+        is_listed = False
+    refused: dict[str, CheckpointError] = {}
+
+    def look_up(key: str) -> None:
+        try:
+            found[key] = store.head(key)
+        except NotFoundError:
+            pass
+        except (ConfigError, StoreError) as error:  # ConfigError: no store has such a key
+            if isinstance(error, StoreError) and error.retryable:
+                raise
+            refused[key] = error
+
+    with ThreadPoolExecutor(max_requests, "dcpstore-audit") as executor:
+        list(executor.map(look_up, sorted(set(needed) - found.keys())))
+    return Inventory(found, refused, is_listed)
 
 
 class Piece(Protocol):
@@ -191,3 +324,37 @@ def _fits(window: list[Piece], piece: Piece, request_bytes: int) -> bool:
         and piece.span.start == last.span.end
         and piece.span.end - first.span.start <= request_bytes
     )
+
+
+class Contents(Protocol):
+    """The contents of one folder, as its metadata tell them."""
+
+    @property
+    def layout(self) -> str:
+        """``"dcpstore"``, ``"dcp"`` or ``"safetensors"``."""
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of the state dict."""
+
+    @property
+    def num_items(self) -> int:
+        """Stored chunks and values."""
+
+    @property
+    def data_keys(self) -> frozenset[str]:
+        """Objects that must be there, the metadata left out."""
+
+    @property
+    def metadata_keys(self) -> frozenset[str]:
+        """Objects that hold the metadata."""
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes compared so far with a checksum or with what they must be."""
+
+    def examine(self, store: Store, inventory: Inventory, scanner: Scanner) -> Iterator[Finding]:
+        """Compare everything with the metadata; yield what is wrong, in no order."""
+
+    def notes(self) -> Iterator[str]:
+        """Yield what was not checked and why, and what is unusual."""

@@ -8,13 +8,10 @@ from typing import Any
 
 import torch
 
-from dcpstore.audit.description import Described, DescribedObject, Description, Shard
-from dcpstore.audit.listing import natural_order
+from dcpstore.audit.describe import Described, DescribedObject, Description, Shard, natural_order
 from dcpstore.config import ReadConfig
-from dcpstore.torch_file import TorchFile, open_torch_file
+from dcpstore.read.torch_file import TorchFile, open_torch_file
 from dcpstore.torch_private import flatten_state_dict
-
-__all__ = ["describe_torch_file"]
 
 _ROOT = "root"
 

@@ -1,4 +1,6 @@
-"""Whether what lies in a checkpoint's folder is what was saved: every object, every block.
+"""From a folder to what it should hold; damaged metadata become findings.
+
+Whether what lies in a checkpoint's folder is what was saved: every object, every block.
 
 1. read the metadata; what is damaged there is a finding like any other
 2. list the folder (or look each object up, where listing is refused); compare sizes
@@ -20,26 +22,91 @@ safetensors  headers, sizes and index; values have no checksum in that format
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from dcpstore.audit.contents import Contents
-from dcpstore.audit.findings import Finding, in_order
-from dcpstore.audit.inventory import Inventory, take_inventory
-from dcpstore.audit.opening import open_contents
-from dcpstore.audit.scan import Scanner
+from dcpstore.audit.safetensors_files import open_files
+from dcpstore.audit.scan import Contents, Finding, Inventory, Scanner, in_order, take_inventory
+from dcpstore.audit.sealed import Sealed, SealedContents, open_sealed
 from dcpstore.config import ReadConfig
-from dcpstore.errors import ConflictError
-from dcpstore.folder import Folder
-from dcpstore.keys import save_id_of
-from dcpstore.progress import ProgressCallback, show_progress
+from dcpstore.errors import ConflictError, CorruptError, NotFoundError, StoreError
+from dcpstore.format.keys import METADATA_KEY, save_id_of
+from dcpstore.read.discovery import discover
+from dcpstore.report import ProgressCallback, show_progress
 from dcpstore.store.base import ObjectInfo, Store
+from dcpstore.store.folder import Folder
 from dcpstore.store.opening import open_store
+from dcpstore.store.ranges import ByteRange
 from dcpstore.text import count_text, size_text, table
 
-__all__ = ["Verification", "verify_checkpoint"]
+_RANK_KEY = re.compile(r"__(\d+)\.metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What the metadata say, and what is wrong with the metadata.
+
+    Attributes:
+        contents: What the folder should hold.
+        findings: What is wrong with the metadata themselves.
+    """
+
+    contents: Contents
+    findings: tuple[Finding, ...]
+
+
+def open_contents(store: Store, config: ReadConfig) -> Opened:
+    """Read the metadata of the folder's checkpoint, or of each rank's.
+
+    Raises:
+        NotFoundError: If there is no checkpoint.
+        IncompatibleError: If a newer dcpstore wrote it.
+        StoreError: If the store refuses.
+    """
+    seals: list[Sealed] = []
+    findings: list[Finding] = []
+    try:
+        discovered = discover(store, config)
+        if discovered.files is not None:
+            return Opened(open_files(store), ())
+        seals.append(open_sealed(discovered, config))
+    except CorruptError as error:
+        if (error.key or "").endswith(".safetensors"):
+            return Opened(open_files(store), ())
+        findings.append(_damage(error))
+    except NotFoundError:
+        ranks = sorted(_ranks(store))
+        if not ranks:
+            raise
+        for rank in ranks:
+            try:
+                seals.append(open_sealed(discover(store, config, rank=rank), config))
+            except CorruptError as error:
+                findings.append(_damage(error))
+    return Opened(SealedContents(seals, config), tuple(findings))
+
+
+def _damage(error: CorruptError) -> Finding:
+    span = None
+    if error.start is not None and error.end is not None:
+        span = ByteRange(error.start, error.end)
+    return Finding("metadata", str(error), error.key or METADATA_KEY, error.fqn, span)
+
+
+def _ranks(store: Store) -> Iterator[int]:
+    """Yield the ranks that sealed checkpoints of their own (``use_collectives=False``)."""
+    try:
+        for info in store.list():
+            match = _RANK_KEY.fullmatch(info.key)
+            if match:
+                yield int(match[1])
+    except StoreError as error:
+        if not error.denied:
+            raise
+
 
 _MAX_SHOWN = 20
 

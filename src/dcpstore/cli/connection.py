@@ -18,7 +18,6 @@ from dcpstore.errors import ConfigError
 if TYPE_CHECKING:
     from dcpstore.store.base import Store
 
-__all__ = ["Connection", "add_connection_arguments", "open_given_store", "read_connection"]
 
 _TEXTS = frozenset({"key", "secret", "token", "username", "password", "profile", "project"})
 _RETRY_S = 180.0

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dcpstore.cli.connection import add_connection_arguments, read_connection
-from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.cli.output import Output
+from dcpstore.cli.output import ExitCode, Output
 from dcpstore.errors import AlreadyExistsError, ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from dcpstore.convert import ConvertResult
 
-__all__ = ["add_conversion_arguments", "parse_size", "run_conversion"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dcpstore.cli.connection import open_given_store, read_connection
 from dcpstore.cli.conversion import add_conversion_arguments, parse_size, run_conversion
-from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.cli.output import Output
+from dcpstore.cli.output import ExitCode, Output
 from dcpstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def _form_of_source(args: argparse.Namespace, out: Output) -> Form:
         return "safetensors"
     if name.endswith(_TORCH_FILES[:3]):
         return "torch"
-    from dcpstore.discovery import discover
+    from dcpstore.read.discovery import discover
 
     connection = read_connection(args, args.source, out, "source")
     with open_given_store(connection) as store:

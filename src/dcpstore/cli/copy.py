@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dcpstore.cli.conversion import add_conversion_arguments, parse_size, run_conversion
-from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.cli.output import Output
+from dcpstore.cli.output import ExitCode, Output
 
 DESCRIPTION = """\
 Copy a checkpoint between folders, buckets and providers, in bounded memory. With nothing to

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.cli.output import Output
+from dcpstore.cli.output import ExitCode, Output
 from dcpstore.errors import ConfigError
 
 DESCRIPTION = """\

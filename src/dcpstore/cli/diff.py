@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dcpstore.cli.connection import add_connection_arguments, read_connection
-from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.cli.output import Output
+from dcpstore.cli.output import ExitCode, Output
 
 if TYPE_CHECKING:
-    from dcpstore.audit.compare import Comparison
+    from dcpstore.audit.diff import Comparison
 
 DESCRIPTION = """\
 Compare two checkpoints by any writers: keys, shapes, dtypes, and values to the last bit (a NaN
@@ -50,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> ExitCode:
-    """Compare; see `dcpstore.audit.compare.compare_checkpoints`."""
+    """Compare; see `dcpstore.audit.diff.compare_checkpoints`."""
     left = read_connection(args, args.left, out, "left")
     right = read_connection(args, args.right, out, "right")
 
-    from dcpstore.audit.compare import compare_checkpoints
-    from dcpstore.planners.rules import KeyRules
+    from dcpstore.audit.diff import compare_checkpoints
+    from dcpstore.plan.rules import KeyRules
 
     with out.progress("diff") as progress:
         found = compare_checkpoints(

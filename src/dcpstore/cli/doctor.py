@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from dcpstore.audit.checks import Check
-from dcpstore.audit.diagnosis import DEFAULT_PROBE_BYTES, Diagnosis, diagnose
+from dcpstore.audit.doctor import DEFAULT_PROBE_BYTES, Check, Diagnosis, diagnose
 from dcpstore.cli.connection import add_connection_arguments, read_connection
-from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.cli.output import Output
+from dcpstore.cli.output import ExitCode, Output
 
 DESCRIPTION = """\
 Try every request that a save or a load makes, one by one: credentials, put, get, ranged get,
@@ -44,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> ExitCode:
-    """Diagnose; see `dcpstore.audit.diagnosis.diagnose`."""
+    """Diagnose; see `dcpstore.audit.doctor.diagnose`."""
     connection = read_connection(args, args.url, out)
     found = diagnose(
         connection.url,

@@ -1,24 +1,131 @@
-"""From the command line to a command, and from its end to an exit code."""
+"""Ctrl-C and SIGTERM that end a command promptly and cleanly.
+
+Python runs a signal's handler in the main thread, between two of its own instructions. A thread
+that waits inside a foreign library for an answer that does not come is not there for minutes:
+
+1. the handler raises in the main thread, which cleans up and ends as after any error
+2. if the main thread did not come to that within `GRACE_S`, it waits in such a call: a second
+   thread, told of the signal through a pipe, ends the process. A put that is under way then
+   publishes its object or does not, as after a crash; it never publishes a part of one
+3. a second signal ends the process at once
+
+The commands, and what the module of each must have.
+
+1. ``dcpstore NAME ...`` imports ``dcpstore.cli.NAME`` and no other command.
+2. `Command.add_arguments` adds to the command's parser.
+3. `Command.run` calls the library, prints through its `Output`, and returns an exit code.
+
+What is slow to import (torch above all) is imported inside `Command.run`.
+
+From the command line to a command, and from its end to an exit code.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TextIO
+from types import FrameType
+from typing import NoReturn, Protocol, TextIO, cast
 
-from dcpstore.cli.commands import SUMMARIES, Command, load_command
-from dcpstore.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
-from dcpstore.cli.output import Output
-from dcpstore.cli.signals import answer_signals
+from dcpstore.cli.output import MEANINGS, ExitCode, Output, exit_code_of
 from dcpstore.errors import ConfigError
 
-__all__ = ["entry", "main"]
+GRACE_S = 2.0
+"""Longer than any instruction of Python's own takes."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def answer_signals(
+    message: str, *, grace_s: float = GRACE_S, end: Callable[[int], object] = os._exit
+) -> None:
+    """Answer SIGINT and SIGTERM from now on. Call it once, in the main thread.
+
+    SIGINT raises KeyboardInterrupt, SIGTERM raises SystemExit with 143.
+
+    Args:
+        message: What to write on standard error if ctrl-C has to end the process.
+        grace_s: Seconds that the main thread has to answer.
+        end: Ends the process with an exit code, cleaning up nothing.
+    """
+    was_heard = threading.Event()
+
+    def answer(number: int, _: FrameType | None) -> NoReturn:
+        was_heard.set()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    for number in _SIGNALS:
+        signal.signal(number, answer)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+
+    def end_unheard(number: int) -> None:
+        if number == signal.SIGINT:
+            os.write(2, message.encode())
+        end(128 + number)
+
+    def watch() -> None:
+        number = _next_signal(told)
+        if not was_heard.wait(grace_s):
+            end_unheard(number)
+        end(128 + _next_signal(told))
+
+    threading.Thread(target=watch, name="dcpstore-signals", daemon=True).start()
+
+
+def _next_signal(told: int) -> int:
+    while True:
+        for number in os.read(told, 64):
+            if number in _SIGNALS:
+                return number
+
+
+SUMMARIES = {
+    "ls": "list the checkpoints below a URL",
+    "show": "show the tensors of a checkpoint and where they lie",
+    "verify": "check every object and block of a checkpoint",
+    "diff": "compare two checkpoints, by checksum where that tells",
+    "prune": "find and delete what interrupted saves left",
+    "doctor": "try every request of saves and loads, and say what to fix",
+    "convert": "convert between checkpoints, safetensors and files of torch.save",
+    "copy": "copy a checkpoint between folders, buckets and providers",
+    "demo": "train, save to an emulated bucket, and resume elsewhere",
+}
+"""One line per command, kept here so that ``--help`` imports none of them."""
+
+
+class Command(Protocol):
+    """The module of a command."""
+
+    DESCRIPTION: str
+    """What it does, in whole sentences; the head of its help."""
+
+    EXAMPLES: str
+    """Command lines, one per line, each with a comment; the end of its help."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's own arguments; ``--json``, ``--quiet``, ``--debug`` are there."""
+
+    def run(self, args: argparse.Namespace, out: Output) -> ExitCode:
+        """Do it. Errors of the library end the command with the code of `exit_code_of`."""
+
+
+def load_command(name: str) -> Command:
+    """Import a command of `SUMMARIES`."""
+    return cast("Command", importlib.import_module(f"dcpstore.cli.{name}"))
+
 
 _DESCRIPTION = "Look into, check, convert and move PyTorch distributed checkpoints in any bucket."
 _EXAMPLES = """\

@@ -1,4 +1,8 @@
-"""What a command says, and where.
+"""What the process says to a script when it ends.
+
+Times and tables of the command line. Pure functions.
+
+What a command says, and where.
 
 Standard output carries the result and nothing else: lines for people, or one JSON document
 with ``--json``. Everything on the way (notes, warnings, progress, errors) goes to standard
@@ -10,16 +14,131 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
+from enum import IntEnum
 from typing import Any, TextIO
 
-from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.errors import CheckpointError
-from dcpstore.progress import Progress, ProgressCallback
+from dcpstore.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    CommitUnknownError,
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    RankFailures,
+    StoreError,
+)
+from dcpstore.report import Progress, ProgressCallback
 from dcpstore.text import printable, size_text
 
-__all__ = ["Output"]
+
+class ExitCode(IntEnum):
+    """Exit codes, the same for all commands. Documented in ``docs/cli.md``; never renumbered."""
+
+    OK = 0
+    FINDING = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    DENIED = 4
+    STORE_FAILED = 5
+    EXISTS = 6
+    INCOMPATIBLE = 7
+    UNKNOWN_OUTCOME = 8
+    INTERNAL = 70
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+MEANINGS = {
+    ExitCode.OK: "done, and nothing is wrong",
+    ExitCode.FINDING: "done, and something is: corrupt bytes, a difference, a failed check",
+    ExitCode.USAGE: "the command line, a URL or an option is wrong; nothing was done",
+    ExitCode.NOT_FOUND: "there is no such checkpoint, bucket or key",
+    ExitCode.DENIED: "the store refused: credentials missing, wrong or insufficient",
+    ExitCode.STORE_FAILED: "the store, the network or the local disk failed; try again",
+    ExitCode.EXISTS: "the target exists, or somebody changed it meanwhile; it was kept",
+    ExitCode.INCOMPATIBLE: "checkpoint and target, or this version of dcpstore, do not fit",
+    ExitCode.UNKNOWN_OUTCOME: "the last answer was lost: old or new, whole in either case",
+    ExitCode.INTERNAL: "a bug in dcpstore; --debug shows where",
+    ExitCode.INTERRUPTED: "ctrl-C",
+    ExitCode.BROKEN_PIPE: "the reader of the output went away (| head)",
+    ExitCode.TERMINATED: "SIGTERM",
+}
+"""What each code means, for help and documentation."""
+
+_OF_ERRORS: tuple[tuple[type[BaseException], ExitCode], ...] = (
+    (CorruptError, ExitCode.FINDING),
+    (ConfigError, ExitCode.USAGE),
+    (NotFoundError, ExitCode.NOT_FOUND),
+    (StoreError, ExitCode.STORE_FAILED),
+    (AlreadyExistsError, ExitCode.EXISTS),
+    (ConflictError, ExitCode.EXISTS),
+    (IncompatibleError, ExitCode.INCOMPATIBLE),
+    (CommitUnknownError, ExitCode.UNKNOWN_OUTCOME),
+    (OSError, ExitCode.STORE_FAILED),
+    (KeyboardInterrupt, ExitCode.INTERRUPTED),
+)
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """Return the code for an error that ended a command."""
+    if isinstance(error, RankFailures):
+        causes = [exit_code_of(cause) for cause in error.exceptions.values()]
+        return causes[0] if causes else ExitCode.STORE_FAILED
+    if isinstance(error, StoreError) and error.denied:
+        return ExitCode.DENIED
+    for kind, code in _OF_ERRORS:
+        if isinstance(error, kind):
+            return code
+    return ExitCode.INTERNAL
+
+
+_AGES = ((365 * 86400, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def format_age(when: datetime | None, now: datetime) -> str:
+    """Return how long ago something was, such as ``3 d``; a dash where unknown."""
+    if when is None:
+        return "-"
+    seconds = (now - when).total_seconds()
+    for unit_s, unit in _AGES:
+        if seconds >= unit_s:
+            return f"{int(seconds // unit_s)} {unit}"
+    return "now"
+
+
+def format_time(when: datetime | None) -> str | None:
+    """Return a time in ISO 8601 and UTC, for documents."""
+    if when is None:
+        return None
+    return when.astimezone(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()
+) -> Iterator[str]:
+    """Yield the lines of a table with aligned columns.
+
+    Args:
+        header: Titles of the columns.
+        rows: Their cells.
+        right: Columns aligned to the right.
+    """
+    lines = [list(header), *(list(map(printable, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    to_right = frozenset(right)
+    for line in lines:
+        cells = (
+            cell.rjust(width) if number in to_right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
+
 
 _SECONDS_BETWEEN_LINES = 10.0
 _MIN_SECRET_LENGTH = 4  # a shorter one would blank out half of every message

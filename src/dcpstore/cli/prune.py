@@ -8,12 +8,17 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-from dcpstore.audit.leftovers import DEFAULT_AGE_S, Leftover, Leftovers, Rules, find_leftovers
-from dcpstore.audit.removal import Pruned, prune
+from dcpstore.audit.prune import (
+    DEFAULT_AGE_S,
+    Leftover,
+    Leftovers,
+    Pruned,
+    Rules,
+    find_leftovers,
+    prune,
+)
 from dcpstore.cli.connection import add_connection_arguments, read_connection
-from dcpstore.cli.exit_codes import ExitCode, exit_code_of
-from dcpstore.cli.output import Output
-from dcpstore.cli.text import format_age, format_time, table
+from dcpstore.cli.output import ExitCode, Output, exit_code_of, format_age, format_time, table
 from dcpstore.text import count_text, size_text
 
 DESCRIPTION = """\
@@ -53,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> ExitCode:
-    """Find or prune; see `dcpstore.audit.leftovers`."""
+    """Find or prune; see `dcpstore.audit.prune`."""
     connection = read_connection(args, args.url, out)
     action = prune if args.yes else find_leftovers
     result = action(

@@ -10,19 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcpstore.audit.description import Described, Description, describe, describe_file
-from dcpstore.audit.outline import Branch, Totals, build_outline, select, sort_entries, sum_up
+from dcpstore.audit.describe import (
+    Branch,
+    Described,
+    Description,
+    Totals,
+    build_outline,
+    describe,
+    describe_file,
+    select,
+    sort_entries,
+    sum_up,
+)
 from dcpstore.cli.connection import (
     Connection,
     add_connection_arguments,
     open_given_store,
     read_connection,
 )
-from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.cli.output import Output
-from dcpstore.cli.text import table
+from dcpstore.cli.output import ExitCode, Output, table
 from dcpstore.errors import ConfigError, NotFoundError
-from dcpstore.keys import METADATA_KEY, save_id_of
+from dcpstore.format.keys import METADATA_KEY, save_id_of
 from dcpstore.text import count_text, size_text
 
 DESCRIPTION = """\
@@ -79,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> ExitCode:
-    """Show; see `dcpstore.audit.description.describe`."""
+    """Show; see `dcpstore.audit.describe.describe`."""
     description = _describe(read_connection(args, args.url, out))
     chosen = select(description.entries, args.keys, args.exclude)
     if not chosen and (args.keys or args.exclude):
@@ -128,7 +136,7 @@ def _describe_file(connection: Connection) -> Description:
 
 
 def _plot(shown: _Shown, path: Path) -> None:
-    from dcpstore.audit.plot import render_plot
+    from dcpstore.audit.describe import render_plot
 
     page = render_plot(shown.description, shown.entries)
     half_done = path.with_name(f".{path.name}.{os.getpid()}")

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dcpstore.cli.connection import add_connection_arguments, read_connection
-from dcpstore.cli.exit_codes import ExitCode
-from dcpstore.cli.output import Output
-from dcpstore.cli.text import format_time
+from dcpstore.cli.output import ExitCode, Output, format_time
 
 if TYPE_CHECKING:
-    from dcpstore.audit.findings import Finding
+    from dcpstore.audit.scan import Finding
     from dcpstore.audit.verify import Verification
     from dcpstore.store.base import ObjectInfo
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dcpstore.convert.result import ConvertResult
+from dcpstore.convert.selection import ConvertResult
 
 if TYPE_CHECKING:
-    from dcpstore.convert.dcp_copy import dcp_to_dcp
-    from dcpstore.convert.safetensors import dcp_to_safetensors, safetensors_to_dcp
-    from dcpstore.convert.torch_from_dcp import dcp_to_torch_save
-    from dcpstore.convert.torch_save import torch_save_to_dcp
+    from dcpstore.convert.dcp.copy import dcp_to_dcp
+    from dcpstore.convert.safetensors.convert import dcp_to_safetensors, safetensors_to_dcp
+    from dcpstore.convert.torch.from_dcp import dcp_to_torch_save
+    from dcpstore.convert.torch.to_dcp import torch_save_to_dcp
 
 __all__ = [
     "ConvertResult",
@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 _LAZY = {
-    "dcp_to_dcp": "dcpstore.convert.dcp_copy",
-    "dcp_to_torch_save": "dcpstore.convert.torch_from_dcp",
-    "torch_save_to_dcp": "dcpstore.convert.torch_save",
-    "dcp_to_safetensors": "dcpstore.convert.safetensors",
-    "safetensors_to_dcp": "dcpstore.convert.safetensors",
+    "dcp_to_dcp": "dcpstore.convert.dcp.copy",
+    "dcp_to_torch_save": "dcpstore.convert.torch.from_dcp",
+    "torch_save_to_dcp": "dcpstore.convert.torch.to_dcp",
+    "dcp_to_safetensors": "dcpstore.convert.safetensors.convert",
+    "safetensors_to_dcp": "dcpstore.convert.safetensors.convert",
 }
 
 

@@ -7,6 +7,13 @@
 
 An error or Ctrl-C before that aborts the upload and leaves nothing under the name. What was
 published earlier under the same `Outputs` is deleted again, unless it replaced a file.
+
+How a converter's byte budget is shared among what it holds at a time.
+
+::
+
+    | fetched, not yet copied | block being written | block being read | parts on their way | rest |
+           1/4                       1/8                   1/8                 3/8            1/8
 """
 
 from __future__ import annotations
@@ -14,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from dcpstore.collectives import RankGroup
-from dcpstore.collectives.board import BoardLostError
-from dcpstore.commit import ConditionalPut, Proof, sweep
-from dcpstore.config import WriteConfig
+from typing_extensions import Buffer
+
+from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -27,21 +34,14 @@ from dcpstore.errors import (
     RankFailures,
     StoreError,
 )
-from dcpstore.manifest import DataObject
-from dcpstore.progress import Meter
-from dcpstore.store.base import Buffer, Capabilities, ObjectInfo, Part, Store
-from dcpstore.store.limits import StoreLimits
-from dcpstore.store.location import file_location
-from dcpstore.upload import ObjectStream, Uploads
-
-__all__ = [
-    "MIN_OUTPUT_BYTES",
-    "Outputs",
-    "file_location",
-    "is_surely_unpublished",
-    "part_bytes_for",
-    "reject_existing",
-]
+from dcpstore.format.manifest import DataObject
+from dcpstore.ranks import RankGroup
+from dcpstore.ranks.board import BoardLostError
+from dcpstore.report import Meter
+from dcpstore.store.base import Capabilities, ObjectInfo, Part, Store
+from dcpstore.store.limits import StoreLimits, limits_of
+from dcpstore.write.commit import ConditionalPut, Proof, sweep
+from dcpstore.write.upload import ObjectStream, Uploads
 
 _MIB = 1 << 20
 _LEAST_PART_BYTES = 5 * _MIB  # S3's
@@ -250,3 +250,60 @@ def is_surely_unpublished(error: BaseException, group: RankGroup, last_step: str
         return True
     cause = error.exceptions.get(group.coordinator)
     return isinstance(cause, CheckpointError) and cause.refused
+
+
+_MIB = 1 << 20
+_MIN_BUDGET_BYTES = 32 * _MIB  # 3/8 of it holds two of the smallest parts
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What each stage may hold.
+
+    Attributes:
+        read_bytes: Fetched bytes not yet copied.
+        block_bytes: One block of tensors; there are two.
+        output_bytes: Parts of objects on their way to the store.
+    """
+
+    read_bytes: int
+    block_bytes: int
+    output_bytes: int
+
+    def read_config(self, config: ReadConfig | None = None) -> ReadConfig:
+        """Return how to read within the share; every cast is allowed, being asked for."""
+        config = config or ReadConfig()
+        return replace(
+            config,
+            budget_bytes=self.read_bytes,
+            request_bytes=min(config.request_bytes, self.read_bytes // 4),
+            casts="any",
+        )
+
+    def write_config(self, object_bytes: int, config: WriteConfig | None = None) -> WriteConfig:
+        """Return how to write checkpoints within the share."""
+        config = config or WriteConfig()
+        largest_bytes = max(object_bytes, self.block_bytes)
+        # The strictest limits: the store is not open yet.
+        part_bytes = part_bytes_for(2 * largest_bytes, self.output_bytes, limits_of("s3"))
+        return replace(
+            config,
+            budget_bytes=self.output_bytes,
+            part_bytes=part_bytes,
+            object_bytes=object_bytes,
+            max_uploads=min(config.max_uploads, self.output_bytes // part_bytes),
+        )
+
+
+def share_budget(budget_bytes: int) -> Shares:
+    """Divide a budget.
+
+    Raises:
+        ConfigError: If it is too small to do anything with.
+    """
+    if budget_bytes < _MIN_BUDGET_BYTES:
+        raise ConfigError(
+            f"budget_bytes={budget_bytes} is too small: a converter needs {_MIN_BUDGET_BYTES}"
+        )
+    eighth = budget_bytes // 8 // 4096 * 4096
+    return Shares(2 * eighth, eighth, 3 * eighth)

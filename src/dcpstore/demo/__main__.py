@@ -14,9 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from dcpstore.demo.job import NUM_MICRO_BATCHES, JobReport, JobSpec, train
+from dcpstore.demo.job import NUM_MICRO_BATCHES, JobReport, JobSpec, ModelConfig, train
 from dcpstore.demo.launch import RanksError, deaf_to_interrupts, run_ranks
-from dcpstore.demo.model import ModelConfig
 from dcpstore.demo.report import (
     Check,
     check_final_state,
@@ -28,8 +27,6 @@ from dcpstore.demo.report import (
 )
 from dcpstore.store import open_store
 from dcpstore.testing.servers import MotoServer
-
-__all__ = ["Options", "add_arguments", "main", "read_options", "run_demo"]
 
 BUCKET = "dcpstore-demo"
 JOB_TIMEOUT_S = 300.0

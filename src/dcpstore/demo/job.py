@@ -1,4 +1,8 @@
-"""A training job under FSDP2 that can save half way and can start from a checkpoint.
+"""Training text that is on every machine: the standard library's own sources.
+
+A small decoder-only transformer over bytes.
+
+A training job under FSDP2 that can save half way and can start from a checkpoint.
 
 Every rank of a job calls `train` with the same spec. What a job reports (losses,
 and a hash per tensor of its state) is written by rank 0 for the parent to read.
@@ -18,6 +22,7 @@ import hashlib
 import json
 import os
 import socket
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp  # re-exports its functions in a way mypy ignores
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -34,10 +40,124 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import dcpstore
-from dcpstore.demo.corpus import Corpus
-from dcpstore.demo.model import NUM_BYTE_VALUES, Decoder, ModelConfig
 
-__all__ = ["NUM_MICRO_BATCHES", "JobReport", "JobSpec", "train"]
+
+class Corpus:
+    """Bytes to learn from, cut into sequences the same way for any number of ranks.
+
+    Args:
+        max_bytes: How much text to read.
+
+    Raises:
+        RuntimeError: If this Python came without its sources.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 21) -> None:
+        text = bytearray()
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+            text += path.read_bytes()
+            if len(text) >= max_bytes:
+                break
+        if not text:
+            raise RuntimeError("found no standard library sources to train on")
+        self._text = torch.frombuffer(text[:max_bytes], dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self._text.numel()
+
+    def micro_batch(
+        self, *, seed: int, step: int, index: int, num_sequences: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs and targets of one micro batch, each ``[num_sequences, length]``.
+
+        A pure function of its arguments: neither the rank nor what was drawn before
+        matters, so a resumed job sees the data that the interrupted one would have seen.
+        """
+        generator = torch.Generator().manual_seed((seed << 40) + (step << 16) + index)
+        starts = torch.randint(len(self) - length, (num_sequences, 1), generator=generator)
+        windows = self._text[starts + torch.arange(length + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+NUM_BYTE_VALUES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes of the model.
+
+    Attributes:
+        width: Length of the vector at each position; a multiple of ``num_heads``.
+        num_layers: Number of decoder blocks.
+        num_heads: Attention heads per block.
+        context: Longest sequence, in bytes.
+    """
+
+    width: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    context: int = 64
+
+    def __post_init__(self) -> None:
+        if self.width % self.num_heads:
+            raise ValueError(f"width {self.width} is no multiple of {self.num_heads} heads")
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a two-layer perceptron, each behind a norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.num_heads = config.num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_up = nn.Linear(width, 4 * width)
+        self.mlp_down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[sequences, length, width]`` to the same shape."""
+        x = x + self._attend(self.attention_norm(x))
+        hidden: torch.Tensor = self.mlp_down(functional.gelu(self.mlp_up(self.mlp_norm(x))))
+        return x + hidden
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        sequences, length, width = x.shape
+        heads = self.qkv(x).view(sequences, length, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: torch.Tensor = self.attention_out(
+            mixed.transpose(1, 2).reshape(sequences, length, width)
+        )
+        return out
+
+
+class Decoder(nn.Module):
+    """Predict the next byte at every position.
+
+    Args:
+        config: Sizes. Weights come from torch's global random state.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(NUM_BYTE_VALUES, config.width)
+        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, NUM_BYTE_VALUES, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map tokens ``[sequences, length]`` to logits ``[sequences, length, 256]``."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
 
 NUM_MICRO_BATCHES = 12
 """Micro batches in the global batch of one step; each rank takes an equal share of them."""

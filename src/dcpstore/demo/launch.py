@@ -14,8 +14,6 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-__all__ = ["RanksError", "deaf_to_interrupts", "run_ranks"]
-
 S = TypeVar("S")
 
 STOP_GRACE_S = 5.0

@@ -9,16 +9,6 @@ from dataclasses import dataclass
 from dcpstore.demo.job import JobReport
 from dcpstore.store import ObjectInfo
 
-__all__ = [
-    "Check",
-    "check_final_state",
-    "check_losses",
-    "check_restored_state",
-    "format_bytes",
-    "loss_table",
-    "object_table",
-]
-
 MAX_RELATIVE_DIFFERENCE = 1e-5
 MAX_NAMED_LEAVES = 5
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BlockChecksummer", "Checksums", "crc32c", "find_bad_block", "num_blocks"]
 
 Checksums: TypeAlias = npt.NDArray[np.uint32]
 

@@ -30,16 +30,6 @@ from torch.autograd.graph import increment_version
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "as_bytes",
-    "copy_box_in",
-    "copy_bytes_out",
-    "host_payload",
-    "note_written",
-    "payload_bytes",
-    "set_payload",
-    "writable_payload",
-]
 
 _SCRATCH_BYTES = 1 << 20
 

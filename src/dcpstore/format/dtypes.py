@@ -15,16 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DTYPES",
-    "DtypeInfo",
-    "dtype_from_name",
-    "dtype_name",
-    "info_of",
-    "is_plain_dtype",
-    "item_bytes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class DtypeInfo:

@@ -11,9 +11,7 @@ from typing import Any, NoReturn
 
 from typing_extensions import Buffer
 
-from dcpstore.collector import collector_paused
-
-__all__ = ["check_natural", "parse_json"]
+from dcpstore.text import collector_paused
 
 _MOST_PER_CHARACTER = 24  # the header of a safetensors file takes 16 with the shortest names
 _ALWAYS_ALLOWED_BYTES = 64 << 20

@@ -22,23 +22,11 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-from dcpstore.collector import collector_paused
 from dcpstore.errors import CorruptError
 from dcpstore.format.dtypes import item_bytes
 from dcpstore.format.json_text import check_natural, parse_json
-from dcpstore.ranges import ByteRange
-
-__all__ = [
-    "LENGTH_BYTES",
-    "FileHeader",
-    "FileLayout",
-    "TensorInFile",
-    "file_dtype",
-    "header_length",
-    "parse_file",
-    "parse_header",
-    "plan_file",
-]
+from dcpstore.store.ranges import ByteRange
+from dcpstore.text import collector_paused
 
 LENGTH_BYTES = 8
 """Bytes at the start of a file that give the length of its header."""

@@ -10,24 +10,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
-from dcpstore.format.archive import pickle_of
 from dcpstore.format.dtypes import is_plain_dtype
-from dcpstore.opcodes import check_structure
+from dcpstore.format.opcodes import check_structure
+from dcpstore.format.zip import pickle_of
 from dcpstore.torch_private import wait_async_collective
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "copy_opaque_in",
-    "decode_opaque",
-    "encode_opaque",
-    "is_freed",
-    "is_plain",
-    "load_record",
-    "to_plain",
-    "unsaveable_reason",
-]
 
 # `nn.Buffer` is a marked `torch.Tensor`, so it needs no entry.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)

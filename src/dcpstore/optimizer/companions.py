@@ -13,15 +13,12 @@ from torch.optim import Optimizer
 
 from dcpstore.config import ReadConfig
 from dcpstore.loading import load
-from dcpstore.optimizer.live_optimizer import LiveOptimizer
+from dcpstore.optimizer.live import LiveOptimizer
 from dcpstore.optimizer.restoring import Restoring
-from dcpstore.planners.rules import Rename, Strictness
-from dcpstore.progress import ProgressCallback
-from dcpstore.protocol import Ranks
-from dcpstore.report import LoadResult
-from dcpstore.share import SharePolicy
-
-__all__ = ["optimizer_state", "restore_optimizer"]
+from dcpstore.plan.rules import Rename, Strictness
+from dcpstore.ranks.agreement import Ranks
+from dcpstore.read.sharing import SharePolicy
+from dcpstore.report import LoadResult, ProgressCallback
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:

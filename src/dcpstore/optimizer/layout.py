@@ -1,4 +1,17 @@
-"""Memory for optimizer state, in the layout that the model has now.
+"""What a checkpoint holds of an optimizer, and whose state each entry is.
+
+DCP stores an optimizer's state dict under flattened keys, and the path that each had::
+
+    optimizer.state.up.weight.exp_avg     ("optimizer", "state", "up.weight", "exp_avg")
+    optimizer.param_groups.0.lr           ("optimizer", "param_groups", 0, "lr")
+
+Three forms of it are in use: by parameter names (FSDP's and ``get_optimizer_state_dict``), by
+numbers (``Optimizer.state_dict``), and flattened (``flatten_optimizer_state_dict=True``)::
+
+    optimizer.state.0.exp_avg             ("optimizer", "state", "0", "exp_avg")
+    optimizer.state.up.weight.exp_avg     ("optimizer", "state.up.weight.exp_avg")
+
+Memory for optimizer state, in the layout that the model has now.
 
 State of its parameter's shape is laid out as the parameter is: a DTensor on the same mesh with
 the same placements, a ShardedTensor with the same shards, or a plain tensor. Only what this
@@ -13,31 +26,179 @@ ShardedTensor of ShardedTensors, and the optimizer takes the inner one alone::
 
 State of another shape (a value per row, say) is sharded with its parameter along each dimension
 that has the parameter's size there, and replicated along the others.
+
+Which tensor of the model a saved state belongs to.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import empty as empty_dtensor
 
+from dcpstore.errors import ConfigError, IncompatibleError, NotFoundError
+from dcpstore.format.metadata import planner_paths_of
 from dcpstore.torch_private import (
     flatten_sharded_tensors,
     group_of_sharded_tensor,
     make_sharded_tensor,
 )
 
-__all__ = ["Target", "has_elements", "is_tensor", "make_target", "sizes_of"]
+Path: TypeAlias = "tuple[str | int, ...]"
+
+_GROUPS, _STATE = "param_groups", "state"
+_MOST_NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One saved tensor or value of an optimizer.
+
+    Attributes:
+        fqn: Its key in the checkpoint.
+        path: Where it was in the nested state dict.
+        owner: Parameter whose state it is, as saved; None for what belongs to no parameter.
+        name: Of the state or hyperparameter: ``exp_avg``, ``lr``.
+        is_in_group: Whether it is part of ``param_groups``.
+        saved: Shape and dtype of a tensor, or that it is a value.
+    """
+
+    fqn: str
+    path: Path
+    owner: str | None
+    name: str
+    is_in_group: bool
+    saved: TensorStorageMetadata | BytesStorageMetadata
+
+    @property
+    def tensor(self) -> TensorStorageMetadata | None:
+        """Shape and dtype; None for a value."""
+        return self.saved if isinstance(self.saved, TensorStorageMetadata) else None
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the owner may be the number of a parameter."""
+        return self.owner is not None and self.owner.isdecimal() and len(self.path) > 2
+
+
+def paths_of(metadata: Metadata) -> Mapping[str, Path]:
+    """Return each key's path in the nested state dict; the key itself where nobody kept it."""
+    kept = planner_paths_of(metadata.planner_data) or {}
+    return {fqn: tuple(kept.get(fqn) or (fqn,)) for fqn in metadata.state_dict_metadata}
+
+
+def find_entries(
+    metadata: Metadata, optimizer_key: str, parameters: Collection[str]
+) -> list[Entry]:
+    """Return what is saved of the optimizer under a key.
+
+    Args:
+        metadata: Of the checkpoint.
+        optimizer_key: Where the optimizer is in the saved state dict: dotted if it is nested, empty
+            if it is all that was saved.
+        parameters: Names of the model, to tell a flattened parameter from its state.
+
+    Raises:
+        NotFoundError: If there is no optimizer; names those that the checkpoint has.
+    """
+    paths = paths_of(metadata)
+    entries = []
+    for fqn, path in paths.items():
+        rest = _below(fqn, path, optimizer_key)
+        if rest is not None:
+            entries.append(_entry(metadata, fqn, path, rest, parameters))
+    is_one = any(
+        entry.is_in_group or entry.owner is not None or entry.fqn == optimizer_key
+        for entry in entries
+    )
+    if not is_one:
+        raise NotFoundError(_no_optimizer(optimizer_key, paths, has_entries=bool(entries)))
+    return entries
+
+
+def _below(fqn: str, path: Path, key: str) -> Path | None:
+    """Return the part of a path below the optimizer's key; None if it is elsewhere."""
+    for num in range(len(path) + 1):
+        if ".".join(map(str, path[:num])) == key:
+            return path[num:]
+    if len(path) == 1 and fqn.startswith(key + "."):
+        return (fqn[len(key) + 1 :],)
+    return None
+
+
+def _entry(
+    metadata: Metadata, fqn: str, path: Path, rest: Path, parameters: Collection[str]
+) -> Entry:
+    saved = metadata.state_dict_metadata[fqn]
+    owner: str | None = None
+    name, is_in_group = str(rest[-1]) if rest else "", False
+    if len(rest) == 1 and name.startswith((f"{_STATE}.", f"{_GROUPS}.")):
+        kind, _, text = name.partition(".")
+        is_in_group = kind == _GROUPS
+        owner, name = _split(text, parameters)
+    elif rest and rest[0] == _GROUPS:
+        is_in_group = True
+        name = str(rest[2]) if len(rest) > 2 else ""
+    elif len(rest) > 2 and rest[0] == _STATE:
+        owner, name = str(rest[1]), str(rest[2])
+    return Entry(fqn, path, None if is_in_group else owner, name, is_in_group, saved)
+
+
+def _split(text: str, parameters: Collection[str]) -> tuple[str, str]:
+    """Split ``up.weight.exp_avg`` where the parameter ends; at the last dot if none is known."""
+    at = text.rfind(".")
+    while at > 0:
+        if text[:at] in parameters:
+            return text[:at], text[at + 1 :]
+        at = text.rfind(".", 0, at)
+    owner, _, name = text.rpartition(".")
+    return owner, name
+
+
+def _no_optimizer(key: str, paths: Mapping[str, Path], *, has_entries: bool) -> str:
+    present = _optimizers(paths.values())
+    if present:
+        what = f"has no optimizer under {key!r}; it has {_names(present)}"
+        return f"the checkpoint {what}. Pass that as the key"
+    tops = sorted({str(path[0]) for path in paths.values()})
+    also = f" ({key!r} is there, but is none)" if has_entries else ""
+    return (
+        f"the checkpoint has no optimizer{also}; its keys begin with {_names(tops)}. Save it with"
+        " the model, such as dcpstore.save({'model': ..., 'optimizer': ...}, url)"
+    )
+
+
+def _optimizers(paths: Iterable[Path]) -> list[str]:
+    """Return where there are ``param_groups``, which every optimizer has."""
+    found = set()
+    for path in paths:
+        for at, step in enumerate(path):
+            before, mark, _ = f"{step}.".partition(f"{_GROUPS}.")
+            if mark and (not before or before.endswith(".")):
+                found.add(".".join(map(str, [*path[:at], *([before[:-1]] if before else [])])))
+                break
+    return sorted(found)
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:_MOST_NAMED]))
+    more = len(names) - _MOST_NAMED
+    return shown + (f" and {more} more" if more > 0 else "")
+
 
 _CPU = torch.device("cpu")
 
@@ -214,3 +375,125 @@ def _device_of_shards(holder: ShardedTensor) -> torch.device:
             return _device_of_shards(tensor)
         return tensor.device
     return _CPU  # no shard here: nothing will be allocated
+
+
+# Steps that wrappers put into names: DDP, torch.compile, FSDP1, activation checkpointing.
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owner:
+    """A parameter that has saved state.
+
+    Attributes:
+        name: In the model's state dict; None if only its number is known.
+        tensor: What the model's state dict holds; None likewise, for state wanted whole.
+        number: Of the parameter, where the checkpoint numbers them.
+    """
+
+    name: str | None
+    tensor: Any
+    number: int | None = None
+
+
+class Parameters:
+    """The tensors of a model's state dict by name, and by the name that a checkpoint has.
+
+    Args:
+        model_state_dict: Flat. What is no tensor is ignored.
+        in_order: Names of the optimizer's parameters, for a checkpoint that numbers them.
+
+    Raises:
+        ConfigError: If a name of ``in_order`` is none of the model's.
+    """
+
+    def __init__(
+        self, model_state_dict: Mapping[str, Any], in_order: Sequence[str] | None = None
+    ) -> None:
+        self.tensors = {name: one for name, one in model_state_dict.items() if is_tensor(one)}
+        self._in_order = in_order
+        self._by_plain_name: dict[str, str | None] = {}
+        for name in self.tensors:
+            plain = _plain(name)
+            self._by_plain_name[plain] = None if plain in self._by_plain_name else name
+        unknown = [name for name in in_order or () if self.find(name) is None]
+        if unknown:
+            raise ConfigError(
+                f"parameter_names has {unknown[0]!r}, which is not in the model's state dict"
+            )
+
+    @property
+    def common_device(self) -> torch.device:
+        """Where all of the model is; the host if that is several places."""
+        devices = {one.device for one in self.tensors.values() if isinstance(one, torch.Tensor)}
+        return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+    def find(self, saved: str) -> str | None:
+        """Return the model's name for a saved one, which may have a wrapper more or less."""
+        if saved in self.tensors:
+            return saved
+        return self._by_plain_name.get(_plain(saved))
+
+    def match(self, entries: Iterable[Entry]) -> dict[str, Owner]:
+        """Return the model's parameter for each owner that it has.
+
+        Raises:
+            IncompatibleError: If the model has none of them, or does not know their numbers.
+        """
+        named = {entry.owner: entry for entry in entries if entry.owner is not None}
+        found: dict[str, Owner] = {}
+        for owner, entry in named.items():
+            name = self.find(owner)
+            if name is not None:
+                found[owner] = Owner(name, self.tensors[name])
+            elif entry.is_numbered:
+                found[owner] = self._numbered(int(owner))
+        if named and self.tensors and not found:
+            raise IncompatibleError(
+                "the optimizer was saved for another model: it has state for"
+                f" {_some(named)}, and the model's state dict has {_some(self.tensors)}."
+                " Nothing was loaded"
+            )
+        return found
+
+    def _numbered(self, number: int) -> Owner:
+        names = self._in_order
+        if names is not None:
+            if number >= len(names):
+                raise IncompatibleError(
+                    f"the checkpoint has state for parameter {number}, and parameter_names has"
+                    f" {len(names)} names. Nothing was loaded"
+                )
+            name = str(self.find(names[number]))
+            return Owner(name, self.tensors[name], number)
+        if any(isinstance(one, DTensor | ShardedTensor) for one in self.tensors.values()):
+            raise IncompatibleError(
+                "the checkpoint has the state of a plain optimizer.state_dict(), which numbers"
+                " parameters, and the model is sharded. Say whose they are, in the optimizer's"
+                " order: parameter_names=[name for name, _ in model.named_parameters()]"
+            )
+        return Owner(None, None, number)
+
+    def without_state(self, owners: Iterable[Owner]) -> list[str]:
+        """Return the tensors that could have a state, and for which none is saved.
+
+        None where the checkpoint only numbers them and nobody named them.
+        """
+        has = {owner.name for owner in owners}
+        if None in has:
+            return []
+        return [
+            name
+            for name, one in self.tensors.items()
+            if name not in has and (one.dtype.is_floating_point or one.dtype.is_complex)
+        ]
+
+
+def _plain(name: str) -> str:
+    return ".".join(step for step in name.split(".") if step not in _WRAPPERS)
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(map(repr, listed[:3])) + more

@@ -1,4 +1,11 @@
-"""One restore of the optimizers of a job, from what is saved to what is there.
+"""A saved optimizer's entries by parameter and by parameter group.
+
+Hyperparameters of the optimizer that is there, taken from those that were saved.
+
+Groups are matched by the parameters in them, so a job may have them in another order, or cut
+otherwise, as long as no group of it joins parameters that were saved with different values.
+
+One restore of the optimizers of a job, from what is saved to what is there.
 
 1. (all ranks) `Restoring`: what the optimizers hold, and what state they would make
 2. (all ranks) `make_state`: what is saved, fitted to it; memory for what this rank holds
@@ -9,25 +16,297 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
 
-from dcpstore.errors import IncompatibleError
-from dcpstore.optimizer.entries import Entry, Path, find_entries
-from dcpstore.optimizer.expected_state import ExpectedState, at_path
-from dcpstore.optimizer.layout import make_target
-from dcpstore.optimizer.live_optimizer import LiveGroup, LiveOptimizer, LiveParam, listed
-from dcpstore.optimizer.restore_groups import SavedOptions, check_options, with_saved_options
-from dcpstore.optimizer.saved_state import SavedState, nest, state_key, stored_names
-from dcpstore.planners.rules import Rename, Strictness, is_strict
+from dcpstore.errors import ConfigError, IncompatibleError
+from dcpstore.optimizer.layout import Entry, Path, find_entries, make_target
+from dcpstore.optimizer.live import (
+    NOT_OPTIONS,
+    ExpectedState,
+    LiveGroup,
+    LiveOptimizer,
+    LiveParam,
+    at_path,
+    listed,
+)
+from dcpstore.plan.rules import KeyRules, Rename, Strictness, is_strict
 from dcpstore.report import LoadResult
 
-__all__ = ["Restoring"]
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """Entries of one optimizer.
+
+    Attributes:
+        state: By the parameter's saved name, and the path in its state: ``("exp_avg",)``.
+        groups: By the number of the group, and the path in it: ``("lr",)``, ``("params",)``.
+        options: By the parameter's saved name, and the path, in the form that was flattened.
+        whole_groups: The entry that holds all groups in one value, as torch up to 2.3 saved
+            them; None in all other forms.
+        others: Entries that belong to none of these.
+    """
+
+    state: Mapping[str, Mapping[Path, Entry]]
+    groups: Mapping[int, Mapping[Path, Entry]]
+    options: Mapping[str, Mapping[Path, Entry]]
+    whole_groups: Entry | None
+    others: Sequence[Entry]
+
+    @staticmethod
+    def of(entries: Iterable[Entry], key: str, names: Collection[str]) -> SavedState:
+        """Sort the entries of the optimizer under a key.
+
+        Args:
+            entries: As `find_entries` returned them.
+            key: Of the optimizer.
+            names: Names of parameters, to tell a parameter ``0.weight`` from group 0.
+        """
+        state: dict[str, dict[Path, Entry]] = defaultdict(dict)
+        groups: dict[int, dict[Path, Entry]] = defaultdict(dict)
+        options: dict[str, dict[Path, Entry]] = defaultdict(dict)
+        whole_groups = None
+        others = []
+        for entry in entries:
+            rest = _below(entry.path, key)
+            if entry.owner is not None:
+                inner = rest[2:] if len(rest) > 2 else (entry.name,)
+                state[entry.owner][inner] = entry
+            elif not entry.is_in_group:
+                others.append(entry)
+            elif not entry.name:
+                whole_groups = entry
+            elif len(rest) > 2:
+                groups[int(rest[1])][rest[2:]] = entry
+            else:
+                owner = str(rest[-1]).partition(".")[2].removesuffix(f".{entry.name}")
+                if owner.isdecimal() and owner not in names:
+                    groups[int(owner)][entry.name,] = entry
+                else:
+                    options[owner][entry.name,] = entry
+        return SavedState(state, groups, options, whole_groups, others)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether parameters are saved by number, as a plain ``optimizer.state_dict()`` does."""
+        return bool(self.state) and all(name.isdecimal() for name in self.state)
+
+    def hyperparameters(self) -> Iterable[Entry]:
+        """Yield all entries of groups."""
+        for one in (*self.groups.values(), *self.options.values()):
+            yield from one.values()
+        if self.whole_groups is not None:
+            yield self.whole_groups
+
+
+def _below(path: Path, key: str) -> Path:
+    for num in range(len(path) + 1):
+        if ".".join(map(str, path[:num])) == key:
+            return path[num:]
+    return path[-1:]  # flattened together with the key
+
+
+def state_key(key: str, name: str) -> str:
+    """Return how the checkpoint's keys of a parameter's state begin, without the last dot."""
+    return ".".join(part for part in (key, "state", name) if part)
+
+
+def stored_names(names: Mapping[str, Sequence[str]], rename: Rename | None) -> dict[str, list[str]]:
+    """Return the names under which each parameter may be saved, the likeliest first.
+
+    Args:
+        names: Of each parameter, its aliases.
+        rename: From the model's names to the checkpoint's.
+
+    Raises:
+        ConfigError: If two parameters would have one name.
+    """
+    rules = KeyRules(rename=rename)
+    first = rules.stored_names(list(names))
+    found = {}
+    for fqn, aliases in names.items():
+        found[fqn] = [first[fqn], *(rules.stored_name(alias) for alias in aliases)]
+    owners: dict[str, str] = {}
+    for fqn, stored in found.items():
+        for name in stored:
+            if owners.setdefault(name, fqn) != fqn:
+                raise ConfigError(f"rename maps both {owners[name]!r} and {fqn!r} to {name!r}")
+    return found
+
+
+def nest(values: Mapping[Path, Any], template: Any = None) -> dict[Any, Any]:
+    """Put values at their paths: numbers are positions of a list, the rest keys of a dict.
+
+    Args:
+        values: By path.
+        template: What the optimizer itself makes, if known: its keys may be other than text.
+    """
+    below: dict[Any, dict[Path, Any]] = defaultdict(dict)
+    nested: dict[Any, Any] = {}
+    keys = {str(key): key for key in template} if isinstance(template, Mapping) else {}
+    for path, value in values.items():
+        if len(path) == 1:
+            nested[keys.get(str(path[0]), path[0])] = value
+        else:
+            below[path[0]][path[1:]] = value
+    for step, inner in below.items():
+        key = keys.get(str(step), step)
+        made = nest(inner, template.get(key) if isinstance(template, Mapping) else None)
+        is_list = all(isinstance(path[0], int) for path in inner)
+        nested[key] = [made[number] for number in sorted(made)] if is_list else made
+    return nested
+
+
+# Hyperparameters that torch's optimizers gained over time, and that say nothing of their kind.
+_GAINED = frozenset(
+    ["foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"]
+)
+
+
+@cache
+def _kind_options() -> frozenset[str]:
+    """Return the hyperparameters that tell torch's optimizers apart.
+
+    Others are the caller's own, such as a group's name, or a scheduler's, such as
+    ``initial_lr``; nothing follows from their being there or not.
+    """
+    kinds = [one for one in vars(torch.optim).values() if inspect.isclass(one)]
+    names = {
+        name
+        for kind in kinds
+        if issubclass(kind, Optimizer)
+        for name in inspect.signature(kind).parameters
+    }
+    return frozenset(names - {"params"} - _GAINED)
+
+
+def check_options(optimizer: Optimizer, saved: Collection[str]) -> None:
+    """Compare the names of all saved hyperparameters with those that an optimizer needs.
+
+    Raises:
+        IncompatibleError: If some of those that tell optimizers apart were not saved.
+    """
+    lacking = (optimizer.defaults.keys() & _kind_options()) - set(saved)
+    if saved and lacking:
+        raise IncompatibleError(_another_kind(optimizer, "lacks", lacking))
+
+
+def _another_kind(optimizer: Optimizer, verb: str, names: Iterable[str]) -> str:
+    return (
+        f"the checkpoint's optimizer is of another kind than {type(optimizer).__name__}: it"
+        f" {verb} {listed(sorted(names))}. Make the optimizer that was saved, or begin with a"
+        " new one"
+    )
+
+
+class SavedOptions:
+    """Hyperparameters by the saved name of a parameter.
+
+    Args:
+        saved: Entries.
+        values: What was loaded, by key of the checkpoint.
+    """
+
+    def __init__(self, saved: SavedState, values: Mapping[str, Any]) -> None:
+        self._by_name: dict[str, Mapping[str, Any]] = {}
+        groups: list[Mapping[str, Any]] = [
+            nest({path: values[entry.fqn] for path, entry in entries.items()})
+            for entries in saved.groups.values()
+        ]
+        if saved.whole_groups is not None:
+            groups += values[saved.whole_groups.fqn]
+        for group in groups:
+            options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
+            for name in group.get("params", ()):
+                self._by_name[str(name)] = options
+        for owner, entries in saved.options.items():
+            paths: dict[Path, Any] = {path: values[entry.fqn] for path, entry in entries.items()}
+            self._by_name[owner] = nest(paths)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        """Return the hyperparameters that were saved for a parameter; none if it had none."""
+        return self._by_name.get(name, {})
+
+
+def with_saved_options(
+    group: LiveGroup, names: Mapping[str, str], saved: SavedOptions
+) -> LiveGroup:
+    """Return a group with the values that were saved for its parameters.
+
+    Args:
+        group: Of the optimizer that is there.
+        names: Saved name by parameter.
+        saved: All hyperparameters saved.
+
+    Raises:
+        IncompatibleError: If they were saved with different values, or for an optimizer of
+            another kind.
+    """
+    options: dict[str, Any] = {}
+    first: dict[str, str] = {}
+    seen: set[int] = set()
+    for fqn in group.fqns:
+        own = saved.of(names.get(fqn, ""))
+        if id(own) in seen:
+            continue
+        seen.add(id(own))
+        for name, value in own.items():
+            if name in options and not _is_same(options[name], value):
+                raise IncompatibleError(
+                    f"parameter group {group.number} joins {first[name]!r}, saved with"
+                    f" {name}={options[name]!r}, and {fqn!r}, saved with {name}={value!r}; make"
+                    " the optimizer with the groups that it had"
+                )
+            options[name] = value
+            first.setdefault(name, fqn)
+    extra = (options.keys() & _kind_options()) - group.options.keys()
+    if extra:
+        raise IncompatibleError(_another_kind(group.optimizer, "has", extra))
+    _check_decay(group, options)
+    fitted = {name: _like(group.options.get(name), value) for name, value in options.items()}
+    return replace(group, options={**group.options, **fitted})
+
+
+def _check_decay(group: LiveGroup, options: Mapping[str, Any]) -> None:
+    """Tell Adam from AdamW, which differ in this only: torch would turn one into the other."""
+    name = "decoupled_weight_decay"
+    own = group.options.get(name) if isinstance(group.optimizer, torch.optim.Adam) else None
+    if name in options and own is not None and bool(options[name]) != bool(own):
+        saved, kind = ("AdamW", "Adam") if options[name] else ("Adam", "AdamW")
+        raise IncompatibleError(
+            f"the checkpoint's optimizer is of another kind than {type(group.optimizer).__name__}:"
+            f" it was saved with {name}={options[name]} as {saved} has it, and this one computes"
+            f" as {kind}. Make the optimizer that was saved, or begin with a new one"
+        )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    return bool(one == other)
+
+
+def _like(own: Any, saved: Any) -> Any:
+    """Give a saved value the form it has here: a learning rate may be a tensor or a number."""
+    if isinstance(own, torch.Tensor):
+        return torch.as_tensor(saved, dtype=own.dtype, device=own.device)
+    if isinstance(saved, torch.Tensor) and isinstance(own, int | float) and saved.numel() == 1:
+        return saved.item()
+    if isinstance(own, tuple) and isinstance(saved, Sequence) and not isinstance(saved, str):
+        return tuple(saved)
+    return saved
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""`load_sharded_optimizer_state_dict`: a saved optimizer in the layout that the model has now.
+"""Whether a saved optimizer fits the model that it is loaded for, by the metadata alone.
+
+From flattened entries to what a load fills, and back to the nested state dict.
+
+`load_sharded_optimizer_state_dict`: a saved optimizer in the layout that the model has now.
 
 1. (coordinator) the metadata is read; every rank is sent it
 2. (all ranks) it says what is saved of the optimizer. Shapes and kind are compared with what is
@@ -10,27 +14,204 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcpstore.config import ReadConfig
+from dcpstore.errors import IncompatibleError
 from dcpstore.loading import load
-from dcpstore.optimizer.assembly import Assembly
-from dcpstore.optimizer.entries import find_entries
-from dcpstore.optimizer.fit import check_shapes
-from dcpstore.optimizer.names import Parameters
-from dcpstore.optimizer.restore_groups import check_options
-from dcpstore.progress import ProgressCallback
-from dcpstore.protocol import Ranks
-from dcpstore.report import LoadResult
-from dcpstore.share import SharePolicy
+from dcpstore.optimizer.layout import (
+    Entry,
+    Owner,
+    Parameters,
+    Target,
+    find_entries,
+    has_elements,
+    make_target,
+    paths_of,
+    sizes_of,
+)
+from dcpstore.optimizer.restoring import check_options
+from dcpstore.ranks.agreement import Ranks
+from dcpstore.read.sharing import SharePolicy
+from dcpstore.report import LoadResult, ProgressCallback
+from dcpstore.torch_private import set_element
 
-__all__ = ["LoadedOptimizerState", "load_sharded_optimizer_state_dict"]
+# What torch's optimizers keep in their parameter's shape.
+_LIKE_PARAMETER = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
+        *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
+    }
+)
+_MOST_NAMED = 10
+
+
+def check_shapes(
+    metadata: Metadata, entries: Collection[Entry], owners: Mapping[str, Owner]
+) -> None:
+    """Compare the saved shapes with the model's.
+
+    A state may have another shape than its parameter. So what counts is the parameter's own
+    shape if the checkpoint holds it too, and else the states that are known to follow it.
+
+    Args:
+        metadata: Of the checkpoint.
+        entries: All of the optimizer.
+        owners: The model's parameters by the owner that entries name.
+
+    Raises:
+        IncompatibleError: Naming each parameter that differs.
+    """
+    names = {name for owner in owners.values() if (name := owner.name) is not None}
+    names.update(key for key, owner in owners.items() if owner.number is None)
+    saved = _saved_parameters(metadata, {entry.fqn for entry in entries}, names)
+    problems: dict[str, str] = {}
+    for entry in entries:
+        owner = owners.get(entry.owner or "")
+        if owner is None or owner.name is None or entry.tensor is None:
+            continue
+        now, shape = sizes_of(owner.tensor), tuple(entry.tensor.size)
+        shapes = saved[owner.name] or saved[str(entry.owner)]
+        if shapes:
+            if now not in shapes:
+                problems[owner.name] = f"{owner.name!r} is saved with shape {shapes[0]}, now {now}"
+        elif entry.name in _LIKE_PARAMETER and shape != now:
+            problems[owner.name] = (
+                f"{entry.fqn!r} is saved with shape {shape}, the parameter has {now}"
+            )
+    if problems:
+        raise IncompatibleError(
+            f"the optimizer was saved for a model of other shapes; nothing was loaded:\n"
+            f"{_lines(list(problems.values()))}"
+            "\nBuild the model as it was when it was saved, or begin with a new optimizer"
+        )
+
+
+def _saved_parameters(
+    metadata: Metadata, of_optimizer: Collection[str], names: Collection[str]
+) -> defaultdict[str, list[tuple[int, ...]]]:
+    """Return the shapes of all saved tensors of these names outside the optimizer."""
+    found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for fqn, path in paths_of(metadata).items():
+        saved, name = metadata.state_dict_metadata[fqn], str(path[-1])
+        is_parameter = name in names and fqn not in of_optimizer
+        if is_parameter and isinstance(saved, TensorStorageMetadata):
+            found[name].append(tuple(saved.size))
+    return found
+
+
+def _lines(problems: Sequence[str]) -> str:
+    shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
+    more = len(problems) - _MOST_NAMED
+    return shown + (f"\n  and {more} more" if more > 0 else "")
+
+
+_VALUE = "not loaded yet"  # anything that is no tensor, so that planners plan a value
+
+
+class Assembly:
+    """What one rank loads of an optimizer. Allocates it.
+
+    Args:
+        entries: All that is saved of the optimizer.
+        owners: The model's parameters by the owner that entries name. What belongs to others
+            is not loaded.
+        device: For tensors whose parameter is not known.
+
+    Attributes:
+        owners: As given.
+        wanted: Flattened, for `dcpstore.load`: tensors to fill, and places for values.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], owners: Mapping[str, Owner], device: torch.device
+    ) -> None:
+        self.owners = owners
+        self._entries = [one for one in entries if one.owner is None or one.owner in owners]
+        self._unused = [one.fqn for one in entries if one.owner not in (None, *owners)]
+        self._skipped: set[str] = set()
+        self._targets = {
+            one.fqn: target
+            for one in self._entries
+            if (target := self._target(one, device)) is not None
+        }
+        self.wanted: dict[str, Any] = {one.fqn: _VALUE for one in self._entries if not one.tensor}
+        for fqn, target in self._targets.items():
+            if target.loaded is not None:
+                self.wanted[fqn] = target.loaded
+
+    def _target(self, entry: Entry, device: torch.device) -> Target | None:
+        if entry.tensor is None:
+            return None
+        owner = self.owners.get(entry.owner or "")
+        tensor = None if owner is None else owner.tensor
+        return make_target(entry.tensor, tensor, entry.name, device)
+
+    def settle(self, loaded: Collection[str]) -> None:
+        """Tell which keys were loaded: a planner may leave some out, whose memory has no values.
+
+        A planner that is not ours plans nothing for a key of which this rank holds no element.
+        """
+        self._skipped = {
+            fqn
+            for fqn in self.wanted.keys() - set(loaded)
+            if fqn not in self._targets or has_elements(self._targets[fqn].loaded)
+        }
+
+    def nested(self, optimizer_key: str) -> dict[str, Any]:
+        """Return the state dict as it was saved, of what was loaded.
+
+        Numbers of parameters, which DCP stores as text, are numbers again; and where there
+        are parameter groups there is a ``state``, which DCP drops if it is empty.
+        """
+        state: dict[str, Any] = {}
+        for entry in self._entries:
+            if entry.fqn not in self._skipped:
+                set_element(state, entry.path, self._value(entry))
+        optimizer = _element(state, optimizer_key)
+        if optimizer is not None and "param_groups" in optimizer:
+            saved = optimizer.setdefault("state", {})
+            for key, owner in self.owners.items():
+                if owner.number is not None and key in saved:
+                    saved[owner.number] = saved.pop(key)
+        return state
+
+    def _value(self, entry: Entry) -> Any:
+        target = self._targets.get(entry.fqn)
+        if target is not None and target.returned is not target.loaded:
+            return target.returned
+        return self.wanted[entry.fqn]
+
+    def result(
+        self, result: LoadResult, optimizer_key: str, without_state: Sequence[str]
+    ) -> LoadResult:
+        """Return what the load did, told of this optimizer alone."""
+        below = f"{optimizer_key}.state." if optimizer_key else "state."
+        return replace(
+            result,
+            missing=(*result.missing, *(below + name for name in without_state)),
+            unexpected=tuple(sorted({*self._unused, *self._skipped})),
+        )
+
+
+def _element(state: dict[str, Any], key: str) -> Any:
+    """Return the dictionary at a dotted key; None where the state dict was saved flat."""
+    found: Any = state
+    while key and isinstance(found, dict):
+        step = next((one for one in found if key == one or key.startswith(f"{one}.")), None)
+        if step is None:
+            return None
+        found, key = found[step], key[len(step) + 1 :]
+    return found if isinstance(found, dict) else None
 
 
 class LoadedOptimizerState(dict[str, Any]):

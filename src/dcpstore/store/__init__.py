@@ -9,22 +9,12 @@ store.get_range("a/b", 1, 3)
 
 from __future__ import annotations
 
-from dcpstore.store.base import (
-    Buffer,
-    Capabilities,
-    Fetched,
-    IfMatch,
-    ObjectInfo,
-    PutMode,
-    Store,
-)
-from dcpstore.store.limiter import AdaptiveLimiter
+from dcpstore.store.base import Capabilities, Fetched, IfMatch, ObjectInfo, PutMode, Store
 from dcpstore.store.opening import open_store
-from dcpstore.store.retry import RetryingStore, RetryPolicy
+from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
 
 __all__ = [
     "AdaptiveLimiter",
-    "Buffer",
     "Capabilities",
     "Fetched",
     "IfMatch",

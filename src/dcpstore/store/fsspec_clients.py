@@ -21,7 +21,6 @@ from dcpstore.store.location import redact
 if TYPE_CHECKING:
     from dcpstore.store.location import Location
 
-__all__ = ["FsspecClients", "ask_fsspec", "check_option_names", "run_within", "sync_within"]
 
 _T = TypeVar("_T")
 _COMMON = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"}

@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.store.base import Capabilities, Fetched, ObjectInfo
-from dcpstore.store.error_map import Asked
+from dcpstore.store.error_map import Asked, check_length, deletes_failed
 from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, run_within
 from dcpstore.store.fsspec_writers import TEMPORARY, info_of, writer_for
 from dcpstore.store.gcsfs_writer import rewrite
-from dcpstore.store.limits import StoreLimits, limits_of
-from dcpstore.store.parts import as_bytes_view, check_key, checked_parts
+from dcpstore.store.limits import StoreLimits, as_bytes_view, check_key, checked_parts, limits_of
 from dcpstore.store.retry import RetryPolicy, TimeLimit
 from dcpstore.store.server_copy import CopyMode, Origin, copy_with_retries
-from dcpstore.store.verdicts import check_length, deletes_failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from dcpstore.store.base import Buffer, Part, PutMode
+    from typing_extensions import Buffer
+
+    from dcpstore.store.base import Part, PutMode
     from dcpstore.store.location import Location
 
-__all__ = ["FsspecStore"]
 
 _T = TypeVar("_T")
 _DELETE_THREADS = 8

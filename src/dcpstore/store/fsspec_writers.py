@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dcpstore.store.base import PutMode
     from dcpstore.store.retry import RetryPolicy, TimeLimit
 
-__all__ = ["TEMPORARY", "Upload", "Writer", "info_of", "writer_for"]
 
 TEMPORARY = ".dcpstore-tmp-"
 _ETAG_NAMES = ("generation", "ETag", "etag", "e_tag", "version_id", "mtime", "modified", "created")

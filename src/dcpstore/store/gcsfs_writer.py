@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dcpstore.store.base import PutMode
     from dcpstore.store.fsspec_writers import Upload
 
-__all__ = ["GcsWriter", "rewrite"]
 
 _BLOCK = 2**18  # a resumable upload takes multiples of this
 _INCOMPLETE = 308

@@ -16,11 +16,8 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar, cast
 
-from dcpstore.budget import ByteBudget
-from dcpstore.store.base import Store
-from dcpstore.store.destination import Destination, FillsMemory
-
-__all__ = ["RangeHedge"]
+from dcpstore.store.base import Destination, FillsMemory, Store
+from dcpstore.store.budget import ByteBudget
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")

@@ -11,15 +11,23 @@ file                                                   4,095 bytes, 252 between 
 From "Amazon S3 multipart upload limits", "Cloud Storage quotas and limits", and "Scalability and
 performance targets for Blob storage", whose 4.75 TiB hold for every version of Azure's service.
 Linux takes names of 255 bytes; obstore uses three for the file that it writes before the rename.
+
+Buffers and streams of parts, checked before an engine sends them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from dcpstore.errors import ConfigError
 
-__all__ = ["NO_LIMITS", "StoreLimits", "limits_of"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from dcpstore.store.base import Part
+
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -160,3 +168,93 @@ _KNOWN = {
     ),
     "file": StoreLimits(max_key_bytes=4095, max_name_bytes=252),
 }
+
+
+def as_bytes_view(data: Buffer) -> memoryview:
+    """View any contiguous buffer as flat bytes, without a copy.
+
+    Raises:
+        ConfigError: If the buffer is not contiguous.
+    """
+    # The same object where it is flat already: its owner may watch for its release.
+    view = data if isinstance(data, memoryview) else memoryview(data)
+    if not view.c_contiguous:
+        raise ConfigError("a body must be contiguous in memory")
+    if view.nbytes == 0:
+        return memoryview(b"")
+    return view if view.ndim == 1 and view.format == "B" else view.cast("B")
+
+
+def check_key(key: str) -> str:
+    """Return the key if every engine can store it under that very name.
+
+    Raises:
+        ConfigError: If it is empty, starts or ends with ``/``, or has an empty, ``.``
+            or ``..`` segment.
+    """
+    if not key or any(segment in ("", ".", "..") for segment in key.split("/")):
+        raise ConfigError(
+            f"{key!r} is not a key: it needs non-empty segments other than '.' and '..', "
+            "joined by single slashes"
+        )
+    return key
+
+
+def pieces_of(part: Part) -> tuple[memoryview, ...]:
+    """View the pieces of a part as flat bytes, without a copy."""
+    pieces = part if isinstance(part, tuple) else (part,)
+    return tuple(as_bytes_view(piece) for piece in pieces)
+
+
+def joined(pieces: tuple[memoryview, ...]) -> memoryview:
+    """Return the bytes of a part in one buffer; copies them if they lie in several."""
+    return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+
+def num_bytes_of(pieces: Iterable[memoryview]) -> int:
+    """Return how long a part is."""
+    return sum(piece.nbytes for piece in pieces)
+
+
+def checked_parts(
+    parts: Iterable[Part], part_bytes: int, limits: StoreLimits
+) -> Iterator[memoryview]:
+    """Yield the bytes of each part in one buffer and hold none of them.
+
+    Raises:
+        ConfigError: As `checked_pieces`.
+    """
+    for pieces in checked_pieces(parts, part_bytes, limits):
+        whole = joined(pieces)
+        del pieces
+        yield whole
+        del whole
+
+
+def checked_pieces(
+    parts: Iterable[Part], part_bytes: int, limits: StoreLimits
+) -> Iterator[tuple[memoryview, ...]]:
+    """Yield the pieces of each part as flat bytes and hold none of them.
+
+    Raises:
+        ConfigError: If a part other than the last has another size than ``part_bytes``,
+            or ``part_bytes`` is not positive, or the store takes no such part.
+    """
+    if part_bytes <= 0:
+        raise ConfigError(f"part_bytes={part_bytes} is not positive")
+    short: int | None = None
+    number = -1
+    for part in parts:  # enumerate would hold each part until the next one is there
+        number += 1
+        limits.check_part(number, part_bytes)
+        pieces = pieces_of(part)
+        del part
+        num_bytes = num_bytes_of(pieces)
+        if short is not None or num_bytes > part_bytes:
+            at = number if short is None else number - 1
+            size = num_bytes if short is None else short
+            raise ConfigError(f"part {at} has {size} bytes; all but the last need {part_bytes}")
+        if num_bytes < part_bytes:
+            short = num_bytes
+        yield pieces
+        del pieces

@@ -11,8 +11,6 @@ from fsspec.registry import known_implementations, registry
 
 from dcpstore.errors import ConfigError
 
-__all__ = ["Location", "file_location", "parse_location", "redact"]
-
 _ALIASES = {
     "s3": "s3",
     "s3a": "s3",

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dcpstore.store.base import Store
-    from dcpstore.store.limiter import AdaptiveLimiter
     from dcpstore.store.location import Location
+    from dcpstore.store.retry import AdaptiveLimiter
 
-__all__ = ["Engine", "open_store"]
 
 Engine = Literal["auto", "obstore", "fsspec"]
 # memory:// must be the same for all objects of a process, and obstore's is not.

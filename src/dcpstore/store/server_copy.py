@@ -14,11 +14,9 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from dcpstore.errors import AlreadyExistsError, StoreError
 from dcpstore.store.base import Store
+from dcpstore.store.limits import check_key
 from dcpstore.store.location import Location
-from dcpstore.store.parts import check_key
 from dcpstore.store.retry import Deadline, RetryPolicy, call_with_retries
-
-__all__ = ["CopyMode", "Origin", "ServerCopies", "ServerCopy", "copy_with_retries", "server_copier"]
 
 _SCHEMES = frozenset({"s3", "gs"})
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from dcpstore.store.location import Location
     from dcpstore.store.s3fs_engine import S3fsStore
 
-__all__ = ["OpenUpload", "OpenUploads", "open_uploads_at"]
 
 _STAGED = re.compile(r"(.+)#\d+")  # as obstore names a local file that is being written
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from dcpstore.store.uploads import OpenUpload, OpenUploads
 
-__all__ = ["CHECKS", "ODD_KEYS", "PART_BYTES", "UPLOAD_CHECKS"]
 
 PART_BYTES = 5 * 2**20  # the least that S3 takes
 ODD_KEYS = (

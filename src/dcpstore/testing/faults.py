@@ -13,11 +13,11 @@ from dcpstore.store.base import Fetched, ObjectInfo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from dcpstore.store.base import Buffer, Capabilities, Part, PutMode, Store
-    from dcpstore.store.destination import Destination, FillsMemory
+    from typing_extensions import Buffer
+
+    from dcpstore.store.base import Capabilities, Destination, FillsMemory, Part, PutMode, Store
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
-__all__ = ["Crashed", "FaultyStore", "StoreFault"]
 
 _T = TypeVar("_T")
 FaultKind = Literal[

@@ -14,8 +14,6 @@ from typing import Any
 
 from dcpstore.testing.process import serve_until_orphaned
 
-__all__ = ["main"]
-
 
 class _QuietServer(HTTPServer):
     request_queue_size = 128  # of 5, connections beyond wait a second for TCP to try again

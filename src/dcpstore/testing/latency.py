@@ -6,24 +6,25 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-from dcpstore.store.parts import as_bytes_view, num_bytes_of, pieces_of
+from dcpstore.store.limits import as_bytes_view, num_bytes_of, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from typing_extensions import Buffer
+
     from dcpstore.store.base import (
-        Buffer,
         Capabilities,
+        Destination,
         Fetched,
+        FillsMemory,
         ObjectInfo,
         Part,
         PutMode,
         Store,
     )
-    from dcpstore.store.destination import Destination, FillsMemory
     from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
 
-__all__ = ["LatencyStore"]
 
 _PAGE = 1000
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["ServerProcess", "serve_until_orphaned"]
-
 
 class ServerProcess:
     """Starts ``python -m module``, which prints its port and ends with its standard input.

@@ -23,7 +23,6 @@ from dcpstore.testing.s3_wire import Fault, LoggedRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["classify", "main"]
 
 _CONTROL = "/_dcpstore/"
 

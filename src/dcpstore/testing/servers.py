@@ -14,8 +14,6 @@ from xml.etree import ElementTree as ET
 from dcpstore.testing.process import ServerProcess
 from dcpstore.testing.s3_wire import Fault, LoggedRequest
 
-__all__ = ["GcsServer", "MotoServer", "S3Client"]
-
 # moto checks no signature, but hides objects from those who send none at all.
 _SIGNED = (
     "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/aws4_request, "

@@ -33,12 +33,12 @@ from campaign.fuzz.mutation import (
 )
 from dcpstore.cli.main import main as command_line
 from dcpstore.convert import torch_save_to_dcp
-from dcpstore.format.head import parse_record_head
+from dcpstore.format.record import parse_record_head
+from dcpstore.format.seal import make_metadata, read_seal
 from dcpstore.format.tensors import load_record
-from dcpstore.references import keys_named_in
-from dcpstore.seal import make_metadata, read_seal
+from dcpstore.read.torch_file import open_torch_file
 from dcpstore.store import open_store
-from dcpstore.torch_file import open_torch_file
+from dcpstore.write.commit import keys_named_in
 
 __all__ = ["PARSERS", "Parser"]
 

@@ -1,0 +1,642 @@
+"""One difference between two checkpoints.
+
+When two tensors or two values are the same: to the last bit.
+
+A NaN equals the same NaN, and zero differs from minus zero: what matters is whether a load of
+one checkpoint gives the bytes that a load of the other gives.
+
+Reading the same tensors of two checkpoints side by side, in bounded memory.
+
+Tensors are cut into boxes of rows. As many boxes as fit a quarter of the budget are read of
+either side at the same time; another half is for bytes on their way::
+
+    budget   |-- left boxes --|-- right boxes --|---- requests of both sides ----|
+
+The contents of two checkpoints, key by key: by checksum where that tells, else by reading.
+
+How two checkpoints differ: keys, shapes, dtypes, and the values to the last bit.
+
+1. read the metadata of both; compare keys, kinds, shapes and dtypes
+2. compare values by checksum where both were cut into the same chunks: no data request
+3. read the rest of both, side by side, in bounded memory
+
+Equal CRC32C per block means equal bytes but for a chance of 2**-32 per block that differs by
+accident; ``read_all`` leaves step 2 out. What is the same is said in `dcpstore.audit.diff`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from math import prod
+from time import monotonic
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from dcpstore.config import ReadConfig
+from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.format.dtypes import dtype_name
+from dcpstore.format.manifest import StoredItem
+from dcpstore.format.tensors import encode_opaque
+from dcpstore.plan.rules import KeyRules
+from dcpstore.plan.values import ValueRecord
+from dcpstore.read.checkpoint import BoxRead, Checkpoint, open_checkpoint
+from dcpstore.report import Meter, ProgressCallback, show_progress
+from dcpstore.store.base import Store
+from dcpstore.store.opening import open_store
+from dcpstore.text import count_text, size_text, table
+
+DifferenceKind: TypeAlias = Literal["only left", "only right", "kind", "shape", "dtype", "value"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key that is not the same in both.
+
+    Attributes:
+        fqn: The key.
+        kind: ``only left``, ``only right``; ``kind``: a tensor here and a value there;
+            ``shape``, ``dtype``; or ``value``: the same in all of these, with other contents.
+        left: What is on the left, for people; empty where nothing is.
+        right: On the right.
+        detail: How values differ.
+    """
+
+    fqn: str
+    kind: DifferenceKind
+    left: str = ""
+    right: str = ""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "only left":
+            return f"only left   {self.fqn!r}: {self.left}"
+        if self.kind == "only right":
+            return f"only right  {self.fqn!r}: {self.right}"
+        said = self.detail or f"{self.left} | {self.right}"
+        return f"{self.kind:<10}  {self.fqn!r}: {said}"
+
+
+def compare_stored(left: StoredItem, right: StoredItem) -> bool | None:
+    """Compare two stored items by what the metadata tell; no request.
+
+    Returns:
+        Whether the elements of two plain chunks, or the stored bytes of two other items, are
+        the same; None if that cannot be told. Of other items only sameness is certain: equal
+        values may be stored as different bytes, so that False is never returned for them.
+    """
+    is_plain = left.kind == "raw" == right.kind
+    if left.kind != right.kind or left.transforms != right.transforms:
+        return None
+    if is_plain and (left.dtype, left.sizes) != (right.dtype, right.sizes):
+        return None
+    same = _compare_bytes(left, right)
+    return same if is_plain or same else None
+
+
+def _compare_bytes(left: StoredItem, right: StoredItem) -> bool | None:
+    if left.payload.num_bytes != right.payload.num_bytes:
+        return False
+    if left.inline is not None and right.inline is not None:
+        return left.inline == right.inline
+    if left.checksums is None or right.checksums is None:
+        return None
+    if left.block_bytes != right.block_bytes and left.payload.num_bytes > min(
+        left.block_bytes, right.block_bytes
+    ):
+        return None
+    return bool(np.array_equal(left.checksums, right.checksums))
+
+
+def different_elements(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the positions at which two tensors of one shape and dtype differ, flattened."""
+    return _different(_bytes_of(left), _bytes_of(right), left.element_size())
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _different(left: torch.Tensor, right: torch.Tensor, item_bytes: int) -> torch.Tensor:
+    if torch.equal(left, right):
+        return torch.empty(0, dtype=torch.int64)
+    per_element = (left != right).view(-1, item_bytes).any(dim=1)
+    return torch.nonzero(per_element).view(-1)
+
+
+def are_same(left: Any, right: Any) -> bool:
+    """Compare two values that a checkpoint held: types, structure, and every bit."""
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return _are_same_tensors(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return struct.pack("<d", left) == struct.pack("<d", right)
+    if isinstance(left, complex):
+        return are_same((left.real, left.imag), (right.real, right.imag))
+    if isinstance(left, Mapping):
+        return list(left) == list(right) and all(are_same(left[k], right[k]) for k in left)
+    if isinstance(left, Sequence) and not isinstance(left, str | bytes | bytearray):
+        return len(left) == len(right) and all(map(are_same, left, right))
+    return bool(left == right)
+
+
+def _are_same_tensors(left: Any, right: Any) -> bool:
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return False
+    if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
+        return False
+    if left.layout != torch.strided or left.is_quantized:
+        return bool(encode_opaque(left) == encode_opaque(right))
+    return different_elements(left, right).numel() == 0
+
+
+_PARTS_OF_BUDGET = 4
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """How two tensors differ.
+
+    Attributes:
+        num_elements: How many elements differ.
+        first: Index of the first of them in row-major order.
+        left: Its value on the left, for people.
+        right: On the right.
+    """
+
+    num_elements: int
+    first: tuple[int, ...]
+    left: str
+    right: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    fqn: str
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+
+def config_of_side(config: ReadConfig) -> ReadConfig:
+    """Return what either checkpoint may take of the budget for bytes on their way."""
+    budget_bytes = max(config.budget_bytes // _PARTS_OF_BUDGET, config.request_bytes)
+    return replace(config, budget_bytes=budget_bytes, casts="exact")
+
+
+def compare_tensors(
+    left: Checkpoint,
+    right: Checkpoint,
+    fqns: Iterable[str],
+    meter: Meter,
+    *,
+    budget_bytes: int,
+) -> dict[str, Mismatch]:
+    """Read tensors of one shape and dtype from both sides and compare every bit.
+
+    Args:
+        left: One checkpoint.
+        right: The other.
+        fqns: Plain tensors that both have.
+        meter: Counts the bytes compared, of one side.
+        budget_bytes: Memory for everything.
+
+    Returns:
+        How they differ, of those that do.
+    """
+    group_bytes = max(1, budget_bytes // _PARTS_OF_BUDGET)
+    found: dict[str, Mismatch] = {}
+    for group in _group(_boxes(left, fqns, group_bytes), group_bytes):
+        large = {box.fqn for box in group if tensor_bytes(left, box.fqn) > group_bytes}
+        for side in (left, right):
+            side.locate(large)
+        for box, one, other in _read(left, right, group):
+            _note(found, box, one, other)
+        meter.advance(sum(box.num_bytes for box in group))
+    return found
+
+
+def tensor_bytes(checkpoint: Checkpoint, fqn: str) -> int:
+    """Return the bytes of a whole tensor's elements."""
+    entry: Any = checkpoint.metadata.state_dict_metadata[fqn]
+    num_bytes: int = prod(entry.size) * entry.properties.dtype.itemsize
+    return num_bytes
+
+
+def _boxes(checkpoint: Checkpoint, fqns: Iterable[str], max_bytes: int) -> Iterator[_Box]:
+    tensors = checkpoint.tensors
+    for fqn in fqns:
+        entry = tensors[fqn]
+        whole = _Box(fqn, entry.properties.dtype, (0,) * len(entry.size), tuple(entry.size))
+        yield from _cut(whole, max_bytes)
+
+
+def _cut(box: _Box, max_bytes: int) -> Iterator[_Box]:
+    """Cut a box along its outermost dimension that is longer than 1, as often as needed."""
+    if box.num_bytes == 0:
+        return
+    dim = next((number for number, size in enumerate(box.sizes) if size > 1), None)
+    if box.num_bytes <= max_bytes or dim is None:
+        yield box
+        return
+    size = box.sizes[dim]
+    rows = max(1, max_bytes * size // box.num_bytes)
+    for start in range(0, size, rows):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dim], sizes[dim] = box.offsets[dim] + start, min(rows, size - start)
+        yield from _cut(_Box(box.fqn, box.dtype, tuple(offsets), tuple(sizes)), max_bytes)
+
+
+def _group(boxes: Iterable[_Box], max_bytes: int) -> Iterator[list[_Box]]:
+    group: list[_Box] = []
+    held_bytes = 0
+    for box in boxes:
+        if group and held_bytes + box.num_bytes > max_bytes:
+            yield group
+            group, held_bytes = [], 0
+        group.append(box)
+        held_bytes += box.num_bytes
+    if group:
+        yield group
+
+
+def _read(
+    left: Checkpoint, right: Checkpoint, group: Sequence[_Box]
+) -> Iterator[tuple[_Box, torch.Tensor, torch.Tensor]]:
+    def read(checkpoint: Checkpoint) -> list[torch.Tensor]:
+        targets = [torch.empty(box.sizes, dtype=box.dtype) for box in group]
+        checkpoint.read_boxes(
+            [BoxRead(box.fqn, box.offsets, t) for box, t in zip(group, targets, strict=True)]
+        )
+        return targets
+
+    with ThreadPoolExecutor(2, "dcpstore-diff") as executor:
+        one, other = executor.map(read, (left, right))
+    yield from zip(group, one, other, strict=True)
+
+
+def _note(found: dict[str, Mismatch], box: _Box, left: torch.Tensor, right: torch.Tensor) -> None:
+    places = different_elements(left, right)
+    if not places.numel():
+        return
+    if box.fqn in found:
+        found[box.fqn].num_elements += places.numel()
+        return
+    inner = torch.unravel_index(places[0], box.sizes) if box.sizes else ()
+    at = tuple(int(step) for step in inner)
+    first = tuple(offset + step for offset, step in zip(box.offsets, at, strict=True))
+    found[box.fqn] = Mismatch(places.numel(), first, _text(left[at]), _text(right[at]))
+
+
+def _text(element: torch.Tensor) -> str:
+    try:
+        return str(element.item())
+    except (RuntimeError, NotImplementedError):  # not every dtype has a Python number
+        return "0x" + element.reshape(1).view(torch.uint8).numpy()[::-1].tobytes().hex()
+
+
+_VALUES_AT_ONCE = 64
+_MAX_TEXT = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Two open checkpoints."""
+
+    left: Checkpoint
+    right: Checkpoint
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a comparison of contents found.
+
+    Attributes:
+        differences: By key.
+        num_by_checksum: Keys that checksums decided.
+        num_read: Keys that were read.
+    """
+
+    differences: dict[str, Difference] = field(default_factory=dict)
+    num_by_checksum: int = 0
+    num_read: int = 0
+
+
+def compare_contents(
+    sides: Sides, fqns: Sequence[str], config: ReadConfig, meter: Meter, *, read_all: bool
+) -> Contents:
+    """Compare the contents of keys whose metadata are the same.
+
+    Args:
+        sides: The checkpoints.
+        fqns: The keys.
+        config: Its byte budget bounds the memory of both sides together.
+        meter: Counts the bytes compared by reading, of one side.
+        read_all: Read even where checksums would tell.
+    """
+    contents = Contents()
+    unknown = []
+    for fqn in fqns:
+        verdict = None if read_all else _decide(sides, fqn)
+        if verdict is None:
+            unknown.append(fqn)
+            continue
+        contents.num_by_checksum += 1
+        if verdict:
+            contents.differences[fqn] = Difference(fqn, "value", detail=verdict)
+    contents.num_read = len(unknown)
+    plain = [fqn for fqn in unknown if _is_plain(sides, fqn)]
+    meter.expect(sum(tensor_bytes(sides.left, fqn) for fqn in plain))
+    mismatches = compare_tensors(
+        sides.left, sides.right, plain, meter, budget_bytes=config.budget_bytes
+    )
+    for fqn, mismatch in mismatches.items():
+        contents.differences[fqn] = _of_tensor(sides, fqn, mismatch)
+    for difference in _compare_values(sides, sorted(set(unknown) - set(plain))):
+        contents.differences[difference.fqn] = difference
+    return contents
+
+
+def _is_plain(sides: Sides, fqn: str) -> bool:
+    entry = sides.left.metadata.state_dict_metadata[fqn]
+    if not isinstance(entry, TensorStorageMetadata):
+        return False
+    return not (sides.left.is_opaque(fqn) or sides.right.is_opaque(fqn))
+
+
+# --- by checksum ---------------------------------------------------------------------
+
+
+def _decide(sides: Sides, fqn: str) -> str | None:
+    """Compare without a request: empty if equal, how they differ, or None if unknown."""
+    left, right = _stored(sides.left, fqn), _stored(sides.right, fqn)
+    if left.keys() != right.keys():
+        return None
+    verdicts = [compare_stored(left[place], right[place]) for place in left]
+    if any(verdict is False for verdict in verdicts):
+        num_different = sum(verdict is False for verdict in verdicts)
+        return f"{num_different} of {count_text(len(verdicts), 'chunk')} differ by checksum"
+    return "" if all(verdicts) else None
+
+
+def _stored(
+    checkpoint: Checkpoint, fqn: str
+) -> Mapping[tuple[tuple[int, ...], tuple[int, ...]], StoredItem]:
+    """Return the stored items of a key by their place in it; empty chunks left out.
+
+    Raises:
+        CorruptError: If the metadata do not say where one of them lies.
+    """
+    entry: Any = checkpoint.metadata.state_dict_metadata[fqn]
+    if not isinstance(entry, TensorStorageMetadata):
+        (item,) = checkpoint.items_of(fqn)
+        return {((), ()): item}
+    found = {}
+    for chunk in entry.chunks:
+        if 0 in chunk.sizes:
+            continue
+        item = checkpoint.metadata.storage_data.get(MetadataIndex(fqn, chunk.offsets))
+        if item is None:
+            raise CorruptError(
+                f"{checkpoint.url}: the metadata do not say where {fqn!r} lies", fqn=fqn
+            )
+        found[tuple(chunk.offsets), tuple(chunk.sizes)] = item
+    return found
+
+
+# --- by reading ----------------------------------------------------------------------
+
+
+def _of_tensor(sides: Sides, fqn: str, mismatch: Mismatch) -> Difference:
+    entry: Any = sides.left.metadata.state_dict_metadata[fqn]
+    total = prod(entry.size)
+    detail = (
+        f"{mismatch.num_elements:,} of {total:,} element(s) differ, first at"
+        f" {list(mismatch.first)}: {mismatch.left} | {mismatch.right}"
+    )
+    return Difference(fqn, "value", mismatch.left, mismatch.right, detail)
+
+
+def _compare_values(sides: Sides, fqns: Sequence[str]) -> Iterator[Difference]:
+    """Compare what is no plain tensor: small as a rule, so that a few at a time fit."""
+    tensors = sides.left.tensors
+    for fqn in filter(tensors.__contains__, fqns):
+        if not are_same(sides.left.read_opaque(fqn), sides.right.read_opaque(fqn)):
+            yield Difference(fqn, "value", detail="their contents differ")
+    rest = iter([fqn for fqn in fqns if fqn not in tensors])
+    while batch := list(islice(rest, _VALUES_AT_ONCE)):
+        left, right = (side.read_value_records(batch) for side in (sides.left, sides.right))
+        for fqn in batch:
+            if left[fqn].getvalue() != right[fqn].getvalue():
+                difference = _compare_value(sides, fqn, left[fqn], right[fqn])
+                if difference is not None:
+                    yield difference
+
+
+def _compare_value(
+    sides: Sides, fqn: str, left: ValueRecord, right: ValueRecord
+) -> Difference | None:
+    """Open values whose bytes differ: equal ones may have been pickled in two ways."""
+    has_encoding = left.encoded is not None or right.encoded is not None
+    if has_encoding and left.encoded == right.encoded:
+        return None
+    try:
+        one, other = sides.left.read_value(fqn), sides.right.read_value(fqn)
+    except (CorruptError, IncompatibleError):
+        return Difference(
+            fqn,
+            "value",
+            detail="their bytes differ; they hold more than plain data, so they were not opened",
+        )
+    if not has_encoding and are_same(one, other):
+        return None
+    return Difference(fqn, "value", _short(one), _short(other))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+
+
+_MAX_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What `compare_checkpoints` found.
+
+    Attributes:
+        left: URL of one checkpoint.
+        right: Of the other.
+        differences: By key, in the order of the left one, then those of the right one alone.
+        num_equal: Keys that are the same in both (without values, if these were left out).
+        num_by_checksum: Keys whose contents were told apart or equal by checksums alone.
+        num_read: Keys whose contents were read.
+        with_values: Whether values were compared.
+        fetched_bytes: Bytes of data asked of both stores.
+        num_requests: Requests for data, retries not counted.
+        elapsed_s: Seconds the whole took.
+    """
+
+    left: str
+    right: str
+    differences: tuple[Difference, ...]
+    num_equal: int
+    num_by_checksum: int
+    num_read: int
+    with_values: bool
+    fetched_bytes: int
+    num_requests: int
+    elapsed_s: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no difference was found."""
+        return not self.differences
+
+    def summary(self) -> str:
+        """Describe everything but the differences, in a few lines."""
+        told = (
+            f"{self.num_by_checksum:,} by checksum, {self.num_read:,} by reading"
+            if self.with_values
+            else "not compared"
+        )
+        number = count_text(len(self.differences), "difference")
+        return table(
+            "equal" if self.is_equal else number,
+            {
+                "left": self.left,
+                "right": self.right,
+                "equal keys": f"{self.num_equal:,}",
+                "values": told,
+                "read": f"{size_text(self.fetched_bytes)} in"
+                f" {count_text(self.num_requests, 'request')}, {self.elapsed_s:.1f} s",
+            },
+        )
+
+    def __str__(self) -> str:
+        lines = [self.summary(), *map(str, self.differences[:_MAX_SHOWN])]
+        if len(self.differences) > _MAX_SHOWN:
+            lines.append(f"and {len(self.differences) - _MAX_SHOWN:,} more, see `differences`")
+        return "\n".join(lines)
+
+
+def compare_checkpoints(
+    left: str | os.PathLike[str],
+    right: str | os.PathLike[str],
+    *,
+    left_options: Mapping[str, Any] | None = None,
+    right_options: Mapping[str, Any] | None = None,
+    config: ReadConfig | None = None,
+    rules: KeyRules | None = None,
+    values: bool = True,
+    read_all: bool = False,
+    progress: ProgressCallback | bool | None = False,
+    store_opener: Callable[..., Store] = open_store,
+) -> Comparison:
+    """Compare two checkpoints by any writers. Changes nothing.
+
+    Args:
+        left: Folder of one checkpoint.
+        right: Folder of the other.
+        left_options: fsspec's options for the left one's protocol.
+        right_options: For the right one's.
+        config: Requests in flight per side, byte budget of both together, trust.
+        rules: Which keys to compare; ``rename`` is not looked at.
+        values: Compare contents too; else keys, kinds, shapes and dtypes only.
+        read_all: Read contents even where checksums would tell.
+        progress: As for `dcpstore.load`; counts the bytes compared by reading, of one side.
+        store_opener: Opens the stores, for tests.
+
+    Raises:
+        NotFoundError: If there is no checkpoint on either side.
+        CorruptError: If metadata or bytes that were read are damaged.
+        StoreError: If a store refuses or fails.
+    """
+    config = config or ReadConfig()
+    began = monotonic()
+    open_side = partial(open_checkpoint, config=config_of_side(config), store_opener=store_opener)
+    with (
+        show_progress("diff", progress, is_coordinator=True) as meter,
+        open_side(left, storage_options=left_options) as one,
+        open_side(right, storage_options=right_options) as other,
+    ):
+        found, same = compare_metadata(one, other, rules or KeyRules())
+        told = Contents()
+        if values:
+            told = compare_contents(Sides(one, other), same, config, meter, read_all=read_all)
+        changed = {**found, **told.differences}
+        return Comparison(
+            left=one.url,
+            right=other.url,
+            differences=tuple(changed[fqn] for fqn in _ordered(one, other) if fqn in changed),
+            num_equal=len(same) - len(told.differences),
+            num_by_checksum=told.num_by_checksum,
+            num_read=told.num_read,
+            with_values=values,
+            fetched_bytes=one.stats.fetched_bytes + other.stats.fetched_bytes,
+            num_requests=one.stats.num_requests + other.stats.num_requests,
+            elapsed_s=monotonic() - began,
+        )
+
+
+def _ordered(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
+    yield from one.keys
+    left = set(one.keys)
+    yield from (fqn for fqn in other.keys if fqn not in left)
+
+
+def compare_metadata(
+    one: Checkpoint, other: Checkpoint, rules: KeyRules
+) -> tuple[dict[str, Difference], list[str]]:
+    """Compare what the metadata tell; return the differences, and the keys without any."""
+    found: dict[str, Difference] = {}
+    same: list[str] = []
+    for fqn in filter(rules.takes, _ordered(one, other)):
+        difference = _compare_entries(
+            fqn,
+            one.metadata.state_dict_metadata.get(fqn),
+            other.metadata.state_dict_metadata.get(fqn),
+        )
+        if difference is None:
+            same.append(fqn)
+        else:
+            found[fqn] = difference
+    return found, same
+
+
+def _compare_entries(fqn: str, left: Any, right: Any) -> Difference | None:
+    if left is None or right is None:
+        kind: DifferenceKind = "only right" if left is None else "only left"
+        return Difference(fqn, kind, _describe(left), _describe(right))
+    is_tensor = isinstance(left, TensorStorageMetadata)
+    if is_tensor != isinstance(right, TensorStorageMetadata):
+        return Difference(fqn, "kind", _describe(left), _describe(right))
+    if not is_tensor:
+        return None
+    if tuple(left.size) != tuple(right.size):
+        return Difference(fqn, "shape", _describe(left), _describe(right))
+    if left.properties.dtype != right.properties.dtype:
+        return Difference(fqn, "dtype", _describe(left), _describe(right))
+    return None
+
+
+def _describe(entry: Any) -> str:
+    if entry is None:
+        return ""
+    if isinstance(entry, TensorStorageMetadata):
+        return f"{dtype_name(entry.properties.dtype)} {list(entry.size)}"
+    return "a value"

@@ -1,0 +1,1 @@
+"""DCP checkpoints to DCP checkpoints."""

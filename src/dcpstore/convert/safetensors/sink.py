@@ -1,0 +1,613 @@
+"""Which tensor goes into which file of a Hugging Face folder. Pure.
+
+The rule is Hugging Face's: tensors in their order, a new file where the next tensor would
+make the file larger than the limit, a tensor larger than that in a file of its own.
+
+Which tensors of a checkpoint go into safetensors files, which are tied, what is left out.
+
+A Hugging Face folder as a target: never a mix of two checkpoints under an index.
+
+Its file names are fixed by convention, so a folder cannot hold the old and the new
+checkpoint side by side as ours do. What a reader meets while one replaces the other:
+
+=====================  =============================================================
+new: one file          the old checkpoint, then, by one put, the new one
+new: several files     the old one; from the removal of its index on, none that
+                       readers find; from the put of the new index on, the new one
+=====================  =============================================================
+
+One rank's way through a conversion to safetensors files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+import torch
+
+from dcpstore.convert.dcp.source import Block, Content, plan_blocks, read_blocks
+from dcpstore.convert.output import MIN_OUTPUT_BYTES, Outputs, Shares, is_surely_unpublished
+from dcpstore.convert.selection import ConvertResult, Selection
+from dcpstore.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+)
+from dcpstore.format.dtypes import dtype_name
+from dcpstore.format.safetensors import FileLayout, file_dtype, plan_file
+from dcpstore.ranks import RankGroup, steps
+from dcpstore.read.checkpoint import Checkpoint
+from dcpstore.read.discovery import INDEX_FILE, read_index
+from dcpstore.report import Meter, Phases
+from dcpstore.store.base import Store
+from dcpstore.store.folder import Folder
+from dcpstore.write.commit import Proof, sweep
+from dcpstore.write.upload import ObjectStream
+
+SINGLE_FILE = "model.safetensors"
+"""The key of the file where there is but one."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutTensor:
+    """A tensor to be written.
+
+    Attributes:
+        fqn: Key in the source.
+        name: Name in the file.
+        dtype: As written.
+        sizes: Shape in elements.
+    """
+
+    fqn: str
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.sizes) * self.dtype.itemsize
+
+    def is_like(self, other: OutTensor) -> bool:
+        """Tell whether another has the same dtype and shape."""
+        return (self.dtype, self.sizes) == (other.dtype, other.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file.
+
+    Attributes:
+        key: Its name in the folder.
+        layout: Its header, and where each tensor lies.
+        tensors: By name.
+    """
+
+    key: str
+    layout: FileLayout
+    tensors: Mapping[str, OutTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderPlan:
+    """A Hugging Face folder.
+
+    Attributes:
+        files: In the order of their numbers.
+        index: Content of the index; None for a single file.
+    """
+
+    files: tuple[FilePlan, ...]
+    index: bytes | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of all files, the index included."""
+        return (*(file.key for file in self.files), *([INDEX_FILE] if self.index else []))
+
+
+@dataclass(slots=True)
+class _Bin:
+    tensors: list[OutTensor] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def check_formats(tensors: Iterable[OutTensor]) -> None:
+    """Check that the format can hold every tensor.
+
+    Raises:
+        IncompatibleError: Naming the keys that it cannot, and what to do.
+    """
+    refused = [t for t in tensors if not _fits(t)]
+    if refused:
+        shown = ", ".join(f"{t.fqn!r} ({dtype_name(t.dtype)})" for t in refused[:5])
+        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+        raise IncompatibleError(
+            f"safetensors files cannot hold {shown}{more}. Leave them out with exclude=[...], or"
+            " convert them with dtype=: torch.complex64 for complex numbers, or a dtype per"
+            " pattern of keys. Nothing was written"
+        )
+
+
+def _fits(tensor: OutTensor) -> bool:
+    is_pair = tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None)
+    return file_dtype(dtype_name(tensor.dtype)) is not None and not (is_pair and not tensor.sizes)
+
+
+def plan_folder(
+    tensors: Sequence[OutTensor], max_shard_bytes: int, about: Mapping[str, str]
+) -> FolderPlan:
+    """Plan the files of a folder.
+
+    Args:
+        tensors: In the order of the state dict.
+        max_shard_bytes: Most bytes of tensors in one file, unless one tensor is larger.
+        about: Texts for the ``__metadata__`` of each file.
+
+    Raises:
+        ConfigError: If a file's header would be longer than readers take, or the limit is none.
+    """
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes={max_shard_bytes} must be at least 1")
+    bins = _fill(tensors, max_shard_bytes)
+    count = len(bins)
+    files = tuple(
+        _plan_file(_file_name(number, count), one.tensors, about)
+        for number, one in enumerate(bins, 1)
+    )
+    if count == 1:
+        return FolderPlan(files)
+    weight_map = {name: file.key for file in files for name in file.tensors}
+    total = sum(one.num_bytes for one in bins)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {tensor.name: weight_map[tensor.name] for tensor in tensors},
+    }
+    return FolderPlan(files, json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def _fill(tensors: Sequence[OutTensor], max_bytes: int) -> list[_Bin]:
+    """Fill bins in order; a tensor larger than a bin does not end the one before it."""
+    bins: list[_Bin] = []
+    current = _Bin()
+    for tensor in tensors:
+        if tensor.num_bytes > max_bytes:
+            bins.append(_Bin([tensor], tensor.num_bytes))
+            continue
+        if current.tensors and current.num_bytes + tensor.num_bytes > max_bytes:
+            bins.append(current)
+            current = _Bin()
+        current.tensors.append(tensor)
+        current.num_bytes += tensor.num_bytes
+    if current.tensors or not bins:
+        bins.append(current)
+    return bins
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def _plan_file(key: str, tensors: Sequence[OutTensor], about: Mapping[str, str]) -> FilePlan:
+    try:
+        layout = plan_file({t.name: (dtype_name(t.dtype), t.sizes) for t in tensors}, about)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}. Lower max_shard_bytes") from error
+    return FilePlan(key, layout, {tensor.name: tensor for tensor in tensors})
+
+
+def share_files(files: Sequence[FilePlan], num_ranks: int) -> list[list[FilePlan]]:
+    """Deal files out to ranks: the largest first, to the rank with the fewest bytes so far."""
+    shares: list[list[FilePlan]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for file in sorted(files, key=lambda one: (-one.layout.size_bytes, one.key)):
+        rank = loads.index(min(loads))
+        shares[rank].append(file)
+        loads[rank] += file.layout.size_bytes
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is to be written.
+
+    Attributes:
+        tensors: In the order of the source.
+        aliases: Key of the source that is not written, and the key that it equals.
+        about: Texts for each file's ``__metadata__``.
+        skipped: Key of the source, and why it is left out.
+        cast: Key of the source, and the names of its old and its new dtype.
+    """
+
+    tensors: tuple[OutTensor, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def choose_tensors(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    tied: Mapping[str, str],
+    values: Literal["skip", "error"],
+) -> Choice:
+    """Choose what is written. Pure; the same on all ranks.
+
+    Raises:
+        ConfigError: If the selection or ``tied`` does not fit the checkpoint.
+        IncompatibleError: If the format cannot hold something of it.
+        CorruptError: If the checkpoint does not hold all of a tensor.
+    """
+    names = selection.names(checkpoint.keys)
+    entries = checkpoint.tensors
+    others = [fqn for fqn in names if fqn not in entries]
+    if others and values == "error":
+        raise IncompatibleError(
+            f"{len(others)} chosen keys hold values, not tensors, such as {others[0]!r}:"
+            " safetensors files cannot hold them. Leave them out with exclude=[...] or"
+            " values='skip'"
+        )
+    tensors = [
+        _out_tensor(checkpoint, fqn, names[fqn], selection) for fqn in names if fqn in entries
+    ]
+    if not tensors:
+        raise ConfigError(
+            f"nothing to convert: {checkpoint.url} has no tensor among the chosen keys"
+        )
+    checkpoint.require_whole(one.fqn for one in tensors)
+    aliases = _find_aliases(checkpoint, tensors, tied)
+    kept = tuple(one for one in tensors if one.fqn not in aliases)
+    check_formats(kept)
+    skipped = dict.fromkeys(others, "not a tensor")
+    skipped.update((fqn, f"equals {other}") for fqn, other in aliases.items())
+    return Choice(
+        kept,
+        aliases,
+        {"format": "pt", **{names[fqn]: names[other] for fqn, other in aliases.items()}},
+        skipped,
+        {
+            one.fqn: (dtype_name(saved), dtype_name(one.dtype))
+            for one in kept
+            if (saved := entries[one.fqn].properties.dtype) != one.dtype
+        },
+    )
+
+
+def _out_tensor(checkpoint: Checkpoint, fqn: str, name: str, selection: Selection) -> OutTensor:
+    if checkpoint.is_opaque(fqn):
+        kind = checkpoint.tensors[fqn].properties
+        raise IncompatibleError(
+            f"{fqn!r} is a {dtype_name(kind.dtype)} tensor that is more than its elements"
+            f" ({kind.layout}): safetensors files cannot hold it. Leave it out with exclude=[...]"
+        )
+    entry = checkpoint.tensors[fqn]
+    return OutTensor(fqn, name, selection.dtype_of(fqn, entry.properties.dtype), tuple(entry.size))
+
+
+def _find_aliases(
+    checkpoint: Checkpoint, tensors: list[OutTensor], tied: Mapping[str, str]
+) -> dict[str, str]:
+    """Return which keys are not written, and which key each of them equals."""
+    by_fqn = {one.fqn: one for one in tensors}
+    for alias, kept in tied.items():
+        for fqn in (alias, kept):
+            if fqn not in by_fqn:
+                raise ConfigError(f"tied: {fqn!r} is no tensor among the chosen keys")
+        alike = by_fqn[alias].is_like(by_fqn[kept])
+        if kept in tied or not alike:
+            raise ConfigError(
+                f"tied: {alias!r} cannot stand for {kept!r}:"
+                + (" that one is tied itself" if kept in tied else " shape or dtype differ")
+            )
+    aliases = dict(tied)
+    first: dict[object, str] = {}
+    for tensor in tensors:
+        place = _place(checkpoint, tensor)
+        if tensor.fqn not in aliases and place is not None:
+            other = first.setdefault(place, tensor.fqn)
+            if other != tensor.fqn:
+                aliases[tensor.fqn] = other
+    return aliases
+
+
+def _place(checkpoint: Checkpoint, tensor: OutTensor) -> object | None:
+    """Return what is the same for two keys that share the same stored bytes; None if empty."""
+    items = checkpoint.items_of(tensor.fqn)
+    if not tensor.num_bytes:
+        return None
+    return (tensor.dtype, tensor.sizes, tuple((item.key, item.record) for item in items))
+
+
+def compare_tied(
+    checkpoint: Checkpoint,
+    aliases: Mapping[str, str],
+    dtypes: Mapping[str, torch.dtype],
+    block_bytes: int,
+) -> None:
+    """Read tied tensors and compare them, bit by bit. One rank.
+
+    Args:
+        checkpoint: The source.
+        aliases: As in `Choice`.
+        dtypes: What each kept tensor is converted to.
+        block_bytes: Memory for blocks; see `read_blocks`.
+
+    Raises:
+        IncompatibleError: Naming the first pair that differs.
+    """
+    for alias, kept in aliases.items():
+        pairs = _pairs(checkpoint, alias, kept, dtypes[kept], block_bytes // 2)
+        with read_blocks(checkpoint, pairs, block_bytes) as contents:
+            are_tied = all(_next_is_equal(content, contents) for _, content in contents)
+        if not are_tied:
+            raise IncompatibleError(
+                f"{alias!r} and {kept!r} are not tied in {checkpoint.url}: their values differ."
+                " Nothing was written"
+            )
+
+
+def _pairs(
+    checkpoint: Checkpoint, alias: str, kept: str, dtype: torch.dtype, block_bytes: int
+) -> Iterator[Block]:
+    one = plan_blocks(checkpoint, alias, dtype, block_bytes)
+    other = plan_blocks(checkpoint, kept, dtype, block_bytes)
+    if [(b.offsets, b.sizes) for b in one] != [(b.offsets, b.sizes) for b in other]:
+        sizes = tuple(checkpoint.tensors[kept].size)
+        num_bytes = prod(sizes) * dtype.itemsize
+        whole = Block(kept, "box", (0,) * len(sizes), sizes, dtype, num_bytes)
+        one, other = [replace(whole, fqn=alias)], [whole]
+    for pair in zip(one, other, strict=True):
+        yield from pair
+
+
+def _next_is_equal(content: Content, contents: Iterator[tuple[Block, Content]]) -> bool:
+    assert isinstance(content, torch.Tensor)
+    one = content.clone()  # its memory is the next's
+    _, other = next(contents)
+    assert isinstance(other, torch.Tensor)
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+_MAX_LOOKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """The files of the checkpoint that is being replaced, as far as its index names them."""
+
+    keys: tuple[str, ...] = ()
+
+
+def prepare_folder(store: Store, plan: FolderPlan, *, overwrite: bool) -> Replaced:
+    """Make ready to write the files. Coordinator only.
+
+    Raises:
+        AlreadyExistsError: If a file is in the way, or another Hugging Face checkpoint lies
+            there, and they may not be replaced. Nothing was changed.
+    """
+    looked_for = sorted({*plan.keys, INDEX_FILE, SINGLE_FILE})
+    present = _present(store, looked_for)
+    if present and not overwrite:
+        raise AlreadyExistsError(
+            f"{store.url} already holds {present[0]}"
+            + (f" and {len(present) - 1} more files of that kind" if len(present) > 1 else "")
+            + ". Convert to another folder, or pass overwrite=True to replace what is there."
+            " Nothing was written"
+        )
+    replaced = Replaced(_files_of_index(store)) if INDEX_FILE in present else Replaced()
+    if SINGLE_FILE in present:
+        replaced = Replaced((*replaced.keys, SINGLE_FILE))
+    if plan.index is not None and INDEX_FILE in present:
+        store.delete_many([INDEX_FILE])
+    return replaced
+
+
+def finish_folder(store: Store, plan: FolderPlan, replaced: Replaced, *, overwrite: bool) -> None:
+    """Make the new files the checkpoint, and remove those of the old. Coordinator only."""
+    stale = [key for key in replaced.keys if key not in plan.keys]
+    if plan.index is None:
+        if replaced.keys:
+            sweep(store, [INDEX_FILE], Proof.REPLACED, why="the replaced checkpoint")
+    else:
+        if SINGLE_FILE in stale:
+            store.delete_many([SINGLE_FILE])  # Hugging Face's loaders would prefer it
+        with (
+            Outputs(
+                store,
+                budget_bytes=MIN_OUTPUT_BYTES,
+                largest_bytes=len(plan.index),
+                overwrite=overwrite,
+            ) as outputs,
+            outputs.write(INDEX_FILE) as stream,
+        ):
+            stream.write(plan.index)
+    sweep(store, stale, Proof.REPLACED, why="the replaced checkpoint")
+
+
+def _present(store: Store, keys: Sequence[str]) -> list[str]:
+    def is_there(key: str) -> bool:
+        try:
+            store.head(key)
+        except NotFoundError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(_MAX_LOOKS, "dcpstore-look") as executor:
+        found = executor.map(is_there, keys)
+        return [key for key, there in zip(keys, found, strict=True) if there]
+
+
+def _files_of_index(store: Store) -> tuple[str, ...]:
+    """Return the files in the folder that its index names; none if it is damaged."""
+    with suppress(CorruptError):
+        names = set((read_index(store) or {}).values())
+        return tuple(sorted(name for name in names if _is_a_file_of_ours(name)))
+    return ()
+
+
+def _is_a_file_of_ours(name: str) -> bool:
+    return name.endswith(".safetensors") and "/" not in name
+
+
+_STEP_PUBLISH = "write the index"
+
+
+class FilesJob:
+    """One rank's way through a conversion to safetensors.
+
+    Args:
+        group: The ranks.
+        checkpoint: The source, open on every rank.
+        folder: The target.
+        shares: Of the memory.
+        meter: Counts the bytes handed to the store.
+        overwrite: Replace what lies there.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        checkpoint: Checkpoint,
+        folder: Folder,
+        shares: Shares,
+        meter: Meter,
+        overwrite: bool,
+    ) -> None:
+        self._group = group
+        self._checkpoint = checkpoint
+        self._folder = folder
+        self._shares = shares
+        self._meter = meter
+        self._overwrite = overwrite
+        self._phases = Phases()
+        self._written: dict[str, int] = {}
+
+    def run(
+        self,
+        selection: Selection,
+        max_shard_bytes: int,
+        tied: Mapping[str, str],
+        values: Literal["skip", "error"],
+    ) -> ConvertResult:
+        """Convert. All ranks; arguments and errors as for `dcp_to_safetensors`."""
+        with self._phases.phase("plan"):
+            choice, plan = self._plan(selection, max_shard_bytes, tied, values)
+            store = self._folder.open()
+            replaced = steps.broadcast(
+                self._group,
+                "look at the target",
+                lambda: prepare_folder(store, plan, overwrite=self._overwrite),
+            )
+        with self._phases.phase("write"):
+            try:
+                self._write(store, plan, replaced)
+            except BaseException as error:
+                if not self._overwrite and is_surely_unpublished(error, self._group, _STEP_PUBLISH):
+                    sweep(store, self._written, Proof.NOT_BEGUN, why="this failed conversion")
+                raise
+        return self._result(choice, plan)
+
+    def _plan(
+        self,
+        selection: Selection,
+        max_shard_bytes: int,
+        tied: Mapping[str, str],
+        values: Literal["skip", "error"],
+    ) -> tuple[Choice, FolderPlan]:
+        """Plan the files; the same on all ranks."""
+        planned: list[tuple[Choice, FolderPlan]] = []
+
+        def plan() -> None:
+            choice = choose_tensors(self._checkpoint, selection, tied, values)
+            planned.append((choice, plan_folder(choice.tensors, max_shard_bytes, choice.about)))
+
+        steps.barrier(self._group, "plan the files", plan)
+        choice = planned[0][0]
+        dtypes = {tensor.fqn: tensor.dtype for tensor in choice.tensors}
+        named = {alias: kept for alias, kept in choice.aliases.items() if alias in tied}
+        steps.broadcast(
+            self._group,
+            "compare tied tensors",
+            lambda: compare_tied(self._checkpoint, named, dtypes, self._shares.block_bytes),
+        )
+        return planned[0]
+
+    def _write(self, store: Store, plan: FolderPlan, replaced: Replaced) -> None:
+        own = share_files(plan.files, self._group.size)[self._group.rank]
+        steps.barrier(self._group, "write the files", lambda: self._write_files(store, own))
+        steps.broadcast(
+            self._group,
+            _STEP_PUBLISH,
+            lambda: finish_folder(store, plan, replaced, overwrite=self._overwrite),
+        )
+
+    def _write_files(self, store: Store, files: Sequence[FilePlan]) -> None:
+        if not files:
+            return
+        self._meter.expect(sum(file.layout.size_bytes for file in files))
+        outputs = Outputs(
+            store,
+            budget_bytes=self._shares.output_bytes,
+            largest_bytes=max(file.layout.size_bytes for file in files),
+            overwrite=self._overwrite,
+            meter=self._meter,
+        )
+        with outputs:
+            for file in files:
+                with outputs.write(file.key) as stream:
+                    self._fill(stream, file)
+        self._written = outputs.objects
+
+    def _fill(self, stream: ObjectStream, file: FilePlan) -> None:
+        stream.write(file.layout.header)
+        blocks = self._blocks(file)
+        with read_blocks(self._checkpoint, blocks, self._shares.block_bytes) as contents:
+            for _, content in contents:
+                assert isinstance(content, torch.Tensor)
+                stream.write_tensor(content)
+        if stream.tell() != file.layout.size_bytes:
+            raise CorruptError(
+                f"{file.key}: {stream.tell()} bytes were read for a file of"
+                f" {file.layout.size_bytes}",
+                key=file.key,
+            )
+
+    def _blocks(self, file: FilePlan) -> Iterator[Block]:
+        for placed in file.layout.tensors:
+            tensor = file.tensors[placed.fqn]
+            yield from plan_blocks(
+                self._checkpoint, tensor.fqn, tensor.dtype, self._shares.block_bytes
+            )
+
+    def _result(self, choice: Choice, plan: FolderPlan) -> ConvertResult:
+        fetched = steps.all_gather(
+            self._group, "finish", lambda: self._checkpoint.stats.fetched_bytes
+        )
+        objects = {file.key: file.layout.size_bytes for file in plan.files}
+        if plan.index is not None:
+            objects[INDEX_FILE] = len(plan.index)
+        return ConvertResult(
+            source=self._checkpoint.url,
+            target=self._folder.url,
+            num_tensors=len(choice.tensors),
+            tensor_bytes=sum(tensor.num_bytes for tensor in choice.tensors),
+            objects=objects,
+            skipped=choice.skipped,
+            cast=choice.cast,
+            fetched_bytes=sum(fetched),
+            seconds=dict(self._phases.seconds),
+        )

@@ -1,0 +1,1 @@
+"""DCP checkpoints to and from ``torch.save`` files."""

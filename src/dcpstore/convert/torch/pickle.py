@@ -1,0 +1,432 @@
+"""Pickle a structure whose tensors are stand-ins, as ``torch.save`` would have the tensors.
+
+A stand-in is a tensor on the meta device whose storage somebody knows (`StorageNames`).
+Torch pickles meta tensors without their storages; here they are pickled with them, so that
+what comes out is the ``data.pkl`` of the tensors that they stand for.
+
+The nested structure of a ``torch.save`` file, and its flattened keys in a checkpoint.
+
+Keys are DCP's own (``model.layers.0.weight``), so that ``dcp.load`` finds them; the structure
+says what they do not: types of containers, keys that are numbers, empty containers, and
+which tensors share a storage.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from dcpstore.errors import ConfigError, IncompatibleError
+from dcpstore.format.dtypes import info_of
+from dcpstore.torch_private import (
+    flatten_state_dict,
+    meta_storage,
+    rebuild_functions,
+    storage_identity,
+    tensor_attributes,
+    tensor_lazy_bits,
+    untyped_storage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageView:
+    """How a tensor lies in its storage, in elements."""
+
+    storage_offset: int
+    strides: tuple[int, ...]
+
+
+class StorageViews:
+    """Which tensors are stand-ins, and how they will lie in their storages.
+
+    Args:
+        num_bytes: Length of each stand-in storage, by identity.
+    """
+
+    def __init__(self, num_bytes: Mapping[int, int]) -> None:
+        self._num_bytes = num_bytes
+
+    def knows(self, identity: int) -> bool:
+        """Tell whether a storage is a stand-in's."""
+        return identity in self._num_bytes
+
+    def num_bytes(self, identity: int) -> int:
+        """Return the length of a stand-in storage."""
+        return self._num_bytes[identity]
+
+    def view(self, tensor: torch.Tensor) -> StorageView:
+        """Return how a stand-in lies in its storage."""
+        return StorageView(int(tensor.storage_offset()), tuple(tensor.stride()))
+
+
+@dataclass(frozen=True, slots=True)
+class PickledStructure:
+    """What `pickle_structure` made.
+
+    Attributes:
+        data: The pickle.
+        storages: Identity of the storage behind each key, in the order of the keys.
+        held: Real storages among them, by identity: tensors that were not stand-ins.
+        stand_ins: Every strided stand-in, as often as it was met.
+        bare: Identities of stand-in storages that were met without a tensor.
+    """
+
+    data: bytes
+    storages: Mapping[str, int]
+    held: Mapping[int, torch.UntypedStorage]
+    stand_ins: Sequence[torch.Tensor]
+    bare: frozenset[int]
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is of a class that holds other tensors instead of elements."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def is_stand_in(tensor: torch.Tensor, views: StorageViews) -> bool:
+    """Tell whether a tensor is a strided one whose storage is known."""
+    if not tensor.is_meta or tensor.layout != torch.strided or is_wrapper(tensor):
+        return False
+    return views.knows(storage_identity(tensor))
+
+
+def pickle_structure(value: Any, views: StorageViews) -> PickledStructure:
+    """Pickle a structure in protocol 2, which ``torch.load(weights_only=True)`` reads.
+
+    Args:
+        value: The structure; tensors in it that are no stand-ins are pickled as they are.
+        views: Tells stand-ins, and how they will lie in their storages.
+
+    Raises:
+        IncompatibleError: If it holds a tensor of a wrapper subclass, or what no pickle holds.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, views)
+    try:
+        pickler.dump(value)
+    except IncompatibleError:
+        raise
+    except Exception as error:
+        raise IncompatibleError(f"the structure cannot be pickled: {error}") from error
+    return PickledStructure(
+        stream.getvalue(),
+        {key: one for one, key in pickler.keys.items()},
+        pickler.held,
+        pickler.stand_ins,
+        frozenset(pickler.bare),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageRef:
+    """A storage of a stand-in, as a tensor of some dtype names it."""
+
+    identity: int
+    dtype: torch.dtype
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, views: StorageViews) -> None:
+        super().__init__(stream, protocol=2)
+        self._views = views
+        self.keys: dict[int, str] = {}
+        self.held: dict[int, torch.UntypedStorage] = {}
+        self.stand_ins: list[torch.Tensor] = []
+        self.bare: set[int] = set()
+
+    # --- storages --------------------------------------------------------------------
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _StorageRef):
+            return self._stand_in_id(obj.identity, obj.dtype)
+        if isinstance(obj, torch.storage.TypedStorage):
+            return self._storage_id(untyped_storage(obj), obj.dtype)
+        if isinstance(obj, torch.UntypedStorage):
+            return self._storage_id(obj, None)
+        return None
+
+    def _storage_id(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Any:
+        identity = storage_identity(storage)
+        if self._views.knows(identity):
+            self.bare.add(identity)
+            return self._stand_in_id(identity, dtype)
+        self.held[identity] = storage
+        return self._id(identity, storage.nbytes(), dtype)
+
+    def _stand_in_id(self, identity: int, dtype: torch.dtype | None) -> Any:
+        return self._id(identity, self._views.num_bytes(identity), dtype)
+
+    def _id(self, identity: int, num_bytes: int, dtype: torch.dtype | None) -> Any:
+        key = self.keys.setdefault(identity, str(len(self.keys)))
+        row = None if dtype is None else info_of(dtype)
+        if row is None or row.storage_class is None:
+            return ("storage", torch.UntypedStorage, key, "cpu", num_bytes)
+        kind = getattr(torch, row.storage_class)
+        return ("storage", kind, key, "cpu", num_bytes // row.item_bytes)
+
+    # --- tensors ---------------------------------------------------------------------
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.is_meta:
+            return self._reduce(obj)
+        return NotImplemented
+
+    def _reduce(self, tensor: torch.Tensor) -> Any:
+        if is_wrapper(tensor):
+            raise IncompatibleError(
+                f"a tensor of class {type(tensor).__name__} holds other tensors and has no elements"
+                " of its own; save what it holds as plain tensors"
+            )
+        rebuild = rebuild_functions()
+        state = tensor_attributes(tensor)
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        if type(tensor) is torch.nn.Parameter:
+            if not state:
+                return rebuild.parameter, (tensor.data, tensor.requires_grad, hooks)
+            return (
+                rebuild.parameter_with_state,
+                (tensor.data, tensor.requires_grad, hooks, state),
+            )
+        function, arguments = self._reduce_elements(tensor)
+        if type(tensor) is torch.Tensor and not state:
+            return function, arguments
+        return rebuild.from_type, (function, type(tensor), arguments, state)
+
+    def _reduce_elements(self, tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        rebuild = rebuild_functions()
+        if tensor.layout == torch.sparse_coo:
+            parts: tuple[Any, ...] = (tensor._indices(), tensor._values(), tensor.size())  # noqa: SLF001 -- as torch pickles it
+            return rebuild.sparse, (tensor.layout, (*parts, tensor.is_coalesced()))
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values(), tensor.size())
+            return rebuild.sparse, (tensor.layout, parts)
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values(), tensor.size())
+            return rebuild.sparse, (tensor.layout, parts)
+        if not self._views.knows(storage_identity(tensor)):
+            shape = tuple(tensor.size())
+            return rebuild.meta, (tensor.dtype, shape, tensor.stride(), tensor.requires_grad)
+        return self._reduce_strided(tensor)
+
+    def _reduce_strided(self, tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        rebuild, view = rebuild_functions(), self._views.view(tensor)
+        self.stand_ins.append(tensor)
+        arguments: tuple[Any, ...] = (
+            _StorageRef(storage_identity(tensor), tensor.dtype),
+            view.storage_offset,
+            tuple(tensor.size()),
+            view.strides,
+            tensor.requires_grad,
+            OrderedDict(),
+        )
+        is_named = info_of(tensor.dtype).storage_class is not None
+        if not is_named:
+            arguments += (tensor.dtype,)
+        lazy_bits = tensor_lazy_bits(tensor)
+        if lazy_bits:
+            arguments += (lazy_bits,)
+        return (rebuild.tensor if is_named else rebuild.tensor_with_dtype), arguments
+
+
+Path: TypeAlias = "tuple[str | int, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """A structure's leaves by flattened key.
+
+    Attributes:
+        values: Tensors and other values.
+        paths: Where each lies; dictionary keys as text, positions in lists as numbers.
+    """
+
+    values: Mapping[str, Any]
+    paths: Mapping[str, Path]
+
+
+def flatten(value: Any, what: str) -> Leaves:
+    """Flatten a structure as DCP flattens a state dict.
+
+    Args:
+        value: A dictionary.
+        what: Where it comes from, for messages.
+
+    Raises:
+        IncompatibleError: If it is no dictionary, or two of its leaves have one key.
+    """
+    if not isinstance(value, MutableMapping):
+        raise IncompatibleError(
+            f"{what} holds a {type(value).__name__}, and a DCP checkpoint is made of a dictionary;"
+            " save {'name': value} instead"
+        )
+    try:
+        values, paths = flatten_state_dict(value)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise IncompatibleError(
+            f"{what} has two entries that DCP gives one key, such as {{'a': {{'b': 1}}, 'a.b': 2}}:"
+            f" {error}"
+        ) from error
+    except RecursionError as error:
+        raise IncompatibleError(f"{what} contains itself, which DCP cannot flatten") from error
+    return Leaves(values, paths)
+
+
+# --- selection ------------------------------------------------------------------------
+
+
+def rearrange(
+    value: Any,
+    leaves: Leaves,
+    names: Mapping[str, str],
+    replaced: Mapping[str, Any],
+    takes: Callable[[str], bool],
+) -> Any:
+    """Return a structure with some of the leaves, some under other names or with other values.
+
+    Containers keep their types and attributes. A leaf with a new name goes where the name says,
+    along new dictionaries. What is left out of a list leaves None in its place; containers
+    of which nothing is left vanish. The structure itself is not changed.
+
+    Args:
+        value: The structure.
+        leaves: Of it.
+        names: New key of each leaf that stays.
+        replaced: New value of some leaves, by old key.
+        takes: Whether the key of a container that was empty before takes part.
+
+    Raises:
+        ConfigError: If a new name leads through a leaf.
+    """
+    if not replaced and list(names) == list(leaves.paths) and _are_same(names):
+        return value
+    kept = {
+        leaves.paths[fqn]: replaced.get(fqn, leaves.values[fqn])
+        for fqn, name in names.items()
+        if fqn == name
+    }
+    copied = _Pruner(set(leaves.paths.values()), kept, takes).prune(value, ())
+    copied = _emptied(value) if copied is _GONE else copied
+    for fqn, name in names.items():
+        if fqn != name:
+            path = _renamed_path(leaves.paths[fqn], name)
+            _insert(copied, path, replaced.get(fqn, leaves.values[fqn]), name)
+    return copied
+
+
+def _are_same(names: Mapping[str, str]) -> bool:
+    return all(fqn == name for fqn, name in names.items())
+
+
+_GONE: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pruner:
+    """Copies containers with those leaves that stay."""
+
+    leaf_paths: set[Path]
+    kept: Mapping[Path, Any]
+    takes: Callable[[str], bool]
+
+    def prune(self, value: Any, path: Path) -> Any:
+        if path in self.leaf_paths:
+            return self.kept.get(path, _GONE)
+        if not value:
+            return copy.copy(value) if self.takes(".".join(map(str, path))) else _GONE
+        if isinstance(value, Mapping):
+            return self._prune_mapping(value, path)
+        parts = [self.prune(one, (*path, number)) for number, one in enumerate(value)]
+        if all(part is _GONE for part in parts):
+            return _GONE
+        copied = copy.copy(value)
+        copied[:] = [None if part is _GONE else part for part in parts]
+        return copied
+
+    def _prune_mapping(self, value: Mapping[Any, Any], path: Path) -> Any:
+        parts = {key: self.prune(one, (*path, str(key))) for key, one in value.items()}
+        if all(part is _GONE for part in parts.values()):
+            return _GONE
+        copied = _emptied(value)
+        copied.update((key, part) for key, part in parts.items() if part is not _GONE)
+        return copied
+
+
+def _emptied(value: Any) -> Any:
+    """Return a dictionary of the same type and attributes with nothing in it."""
+    copied = copy.copy(value)
+    copied.clear()
+    return copied
+
+
+def _renamed_path(path: Path, name: str) -> Path:
+    """Return where a new name lies: as in the old path as far as the two end alike."""
+    tail: list[str | int] = []
+    left = name
+    for step in reversed(path):
+        text = str(step)
+        if left == text:
+            return (text, *tail)
+        if not left.endswith(f".{text}"):
+            break
+        tail.insert(0, text)
+        left = left[: -len(text) - 1]
+    return (*left.split("."), *tail)
+
+
+def _insert(root: Any, path: Sequence[str | int], value: Any, name: str) -> None:
+    at = root
+    for step in path[:-1]:
+        if isinstance(at, MutableMapping):
+            at = at.setdefault(step, {})
+        if not isinstance(at, MutableMapping):
+            raise ConfigError(f"rename: {name!r} leads through {step!r}, which is no dictionary")
+    if path[-1] in at:
+        raise ConfigError(f"rename: {name!r} is there already")
+    at[path[-1]] = value
+
+
+# --- dtypes ---------------------------------------------------------------------------
+
+
+class Recast:
+    """Stand-ins of other dtypes; tensors that shared a storage share the new one.
+
+    Args:
+        views: Tells stand-ins.
+    """
+
+    def __init__(self, views: StorageViews) -> None:
+        self._views = views
+        self._storages: dict[tuple[int, torch.dtype], torch.UntypedStorage] = {}
+
+    @property
+    def num_bytes(self) -> dict[int, int]:
+        """Length of each new storage, by identity."""
+        return {storage_identity(one): one.nbytes() for one in self._storages.values()}
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a stand-in of another dtype, of the same class, strides and attributes."""
+        if not is_stand_in(tensor, self._views):
+            raise IncompatibleError(f"a tensor of layout {tensor.layout} cannot be cast here")
+        old = storage_identity(tensor)
+        storage = self._storages.get((old, dtype))
+        if storage is None:
+            numel = self._views.num_bytes(old) // tensor.dtype.itemsize
+            storage = self._storages[old, dtype] = meta_storage(numel * dtype.itemsize)
+        made = torch.empty(0, dtype=dtype, device="meta")
+        made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if type(tensor) is torch.nn.Parameter:
+            is_trained = tensor.requires_grad and (dtype.is_floating_point or dtype.is_complex)
+            made = torch.nn.Parameter(made, is_trained)
+        elif dtype.is_floating_point or dtype.is_complex:
+            made.requires_grad_(tensor.requires_grad)
+        made.__dict__.update(tensor.__dict__)
+        return made

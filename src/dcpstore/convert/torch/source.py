@@ -1,0 +1,319 @@
+"""CRC32, as zip files have it, of bytes whose parts were checksummed apart.
+
+Tensors of a ``torch.save`` file, read ahead of whoever takes them, in bounded memory.
+
+::
+
+    threads    GET task 0 | GET task 1 | GET task 2 ...     a task: one range of the file
+    caller                  take(0)      take(1) ...        in order; each tensor is let go of
+                                                            when the next one is taken
+
+A task fetches many small tensors that lie close together, or a part of a large one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+
+import torch
+from typing_extensions import Self
+
+from dcpstore.errors import CorruptError
+from dcpstore.format.copying import copy_box_in
+from dcpstore.read.torch_file import TensorPlace, TorchFile
+from dcpstore.report import Meter
+from dcpstore.store.ranges import ByteRange
+
+_POLYNOMIAL = 0xEDB88320  # CRC-32 of ISO 3309, bits reversed, as zlib has it
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC32 of two runs of bytes, one after the other.
+
+    Appending zeros to the first run is a linear map of its checksum's 32 bits; the map for
+    ``2**k`` zeros is the square of that for ``2**(k-1)``.
+
+    Args:
+        first: Checksum of the first run.
+        second: Checksum of the second run.
+        second_bytes: Length of the second run.
+    """
+    level = 0
+    while second_bytes:
+        if second_bytes & 1:
+            first = _apply(_zeros(level), first)
+        second_bytes >>= 1
+        level += 1
+    return first ^ second
+
+
+@cache
+def _zeros(level: int) -> tuple[int, ...]:
+    """Return the map of ``2**level`` zero bytes: the image of each of the 32 bits."""
+    if level:
+        half = _zeros(level - 1)
+        return tuple(_apply(half, row) for row in half)
+    images = []
+    for bit in range(32):
+        value = 1 << bit
+        for _ in range(8):
+            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
+        images.append(value)
+    return tuple(images)
+
+
+def _apply(images: tuple[int, ...], value: int) -> int:
+    out = 0
+    for image in images:
+        if value & 1:
+            out ^= image
+        value >>= 1
+    return out
+
+
+_NOWHERE = ByteRange(0, 0)
+_LEAST_MAPPED_BYTES = 1 << 20
+_JOIN_GAP_BYTES = 64 << 10  # descriptor, header and padding lie between neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBox:
+    """A box of a tensor of the file.
+
+    Attributes:
+        place: Where the tensor lies.
+        offsets: First element of the box in each dimension.
+        sizes: Sizes of the box.
+    """
+
+    place: TensorPlace
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def span(self) -> ByteRange:
+        """Bytes of the storage from its first to its last element."""
+        return self.place.span(self.offsets, self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.sizes) * self.place.dtype.itemsize
+
+
+@dataclass(slots=True)
+class _Task:
+    """One request: parts of boxes, by their number, that lie close together."""
+
+    parts: list[tuple[int, WantedBox]] = field(default_factory=list)
+    span: ByteRange = _NOWHERE
+
+
+def bands_of(box: WantedBox, max_bytes: int) -> Iterator[WantedBox]:
+    """Cut a box along the dimensions of its longest steps, so that few bytes span each part.
+
+    Args:
+        box: Any box; an empty one yields nothing.
+        max_bytes: No part has or spans more, unless it is a single element.
+    """
+    if 0 in box.sizes:
+        return
+    strides, item = box.place.strides, box.place.dtype.itemsize
+    axes = [axis for axis, size in enumerate(box.sizes) if size > 1]
+    axis = max(axes, key=lambda one: (strides[one], box.sizes[one]), default=None)
+    if max(box.span.num_bytes, box.num_bytes) <= max_bytes or axis is None:
+        yield box
+        return
+    row = _narrowed(box, axis, 0, 1)
+    step = strides[axis] * item
+    count = box.sizes[axis]
+    if step:
+        count = min(count, 1 + max(0, max_bytes - row.span.num_bytes) // step)
+    count = max(1, min(count, max_bytes // row.num_bytes))
+    for first in range(0, box.sizes[axis], count):
+        part = _narrowed(box, axis, first, min(count, box.sizes[axis] - first))
+        yield from bands_of(part, max_bytes)
+
+
+def _narrowed(box: WantedBox, axis: int, first: int, count: int) -> WantedBox:
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[axis] += first
+    sizes[axis] = count
+    return WantedBox(box.place, tuple(offsets), tuple(sizes))
+
+
+def _tasks(boxes: Sequence[WantedBox], file: TorchFile, request_bytes: int) -> Iterator[_Task]:
+    """Join what lies close together in the file, in the order of the boxes."""
+    task = _Task()
+    for number, box in enumerate(boxes):
+        member = file.storages[box.place.storage_key].member
+        for part in bands_of(box, request_bytes):
+            at = ByteRange(member.header_offset + part.span.start, member.names_end + part.span.end)
+            joined = ByteRange(min(task.span.start, at.start), max(task.span.end, at.end))
+            is_near = at.start >= task.span.start and at.start - task.span.end <= _JOIN_GAP_BYTES
+            if task.parts and not (is_near and joined.num_bytes <= request_bytes):
+                yield task
+                task = _Task()
+            task.span = joined if task.parts else at
+            task.parts.append((number, part))
+    if task.parts:
+        yield task
+
+
+def _allocate(box: WantedBox) -> torch.Tensor:
+    """Return a tensor for a box, whose memory the system gets back when it dies.
+
+    The C allocator would keep much of it: it hands out blocks of MiBs from heaps of its own
+    once one of that size was freed, and those stay as large as they ever were.
+    """
+    if box.num_bytes < _LEAST_MAPPED_BYTES:
+        return torch.empty(box.sizes, dtype=box.place.dtype, device="cpu")
+    memory = torch.frombuffer(mmap.mmap(-1, box.num_bytes), dtype=torch.uint8)
+    return memory.view(box.place.dtype).view(box.sizes)
+
+
+class ReadAhead:
+    """Boxes of a file, fetched before they are asked for.
+
+    Use as a context manager, from one thread.
+
+    Args:
+        file: The file.
+        boxes: In the order in which they will be taken; best that of the file.
+        budget_bytes: Memory for boxes and for bytes on their way to them.
+        request_bytes: Longest range asked for at once.
+        max_requests: Requests in flight.
+        meter: Counts the bytes delivered.
+    """
+
+    def __init__(
+        self,
+        file: TorchFile,
+        boxes: Sequence[WantedBox],
+        *,
+        budget_bytes: int,
+        request_bytes: int = 4 << 20,
+        max_requests: int = 16,
+        meter: Meter | None = None,
+    ) -> None:
+        self._file = file
+        self._boxes = boxes
+        self._budget_bytes = budget_bytes
+        self._meter = meter
+        limit = min(request_bytes, max(1, budget_bytes // 4))
+        self._waiting = _tasks(boxes, file, limit)
+        self._next = next(self._waiting, None)
+        self._max_requests = max(1, min(max_requests, budget_bytes // 2 // limit))
+        self._executor = ThreadPoolExecutor(self._max_requests, "dcpstore-read-torch")
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._running: dict[int, list[Future[None]]] = defaultdict(list)
+        self._held_bytes = 0
+        self._taken = -1
+        self._crcs: dict[str, dict[ByteRange, int]] = defaultdict(dict)
+        self.fetched_bytes = 0
+        """Bytes asked for so far."""
+        self.peak_bytes = 0
+        """Most bytes of boxes held at a time, the one taken last included."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def take(self, number: int) -> torch.Tensor:
+        """Return a box as a contiguous CPU tensor of its own; it is the caller's.
+
+        Args:
+            number: Of the box; never less than the one taken before.
+
+        Raises:
+            CorruptError: If the file is damaged.
+            ConflictError: If it was replaced.
+            StoreError: If the store refuses.
+        """
+        for earlier in range(max(self._taken, 0), number):
+            self._held_bytes -= self._boxes[earlier].num_bytes if earlier in self._tensors else 0
+            self._tensors.pop(earlier, None)
+        self._taken = number
+        self._start_tasks(number)
+        try:
+            for future in self._running.pop(number, ()):
+                future.result()
+        except CorruptError:
+            self._file.check_unchanged()  # it may be another file by now, and that one whole
+            raise
+        return self._tensor(number)
+
+    def check_crcs(self) -> None:
+        """Compare the checksums of storages that were read whole with the file's.
+
+        Raises:
+            CorruptError: If a storage is not what was saved.
+        """
+        for key, parts in self._crcs.items():
+            crc32 = position = 0
+            longest = {span.start: span for span in sorted(parts)}
+            while (span := longest.pop(position, None)) is not None:
+                crc32, position = combine(crc32, parts[span], span.num_bytes), span.end
+            if position == self._file.storages[key].num_bytes:
+                self._file.check_crc(key, crc32)
+
+    # --- tasks -----------------------------------------------------------------------------
+
+    def _start_tasks(self, number: int) -> None:
+        """Start what fits the budget, and what the box now wanted needs in any case."""
+        while (task := self._next) is not None:
+            num_bytes = sum(part.num_bytes for _, part in task.parts)
+            is_needed = task.parts[0][0] <= number
+            if not is_needed and self._held_bytes + num_bytes > self._budget_bytes // 2:
+                return
+            for box in {box for box, _ in task.parts}:
+                self._tensor(box)
+            future = self._executor.submit(self._run, task)
+            for box in {box for box, _ in task.parts}:
+                self._running[box].append(future)
+            self.fetched_bytes += task.span.num_bytes
+            self._next = next(self._waiting, None)
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        tensor = self._tensors.get(number)
+        if tensor is None:
+            box = self._boxes[number]
+            tensor = _allocate(box)
+            self._tensors[number] = tensor
+            self._held_bytes += box.num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        return tensor
+
+    def _run(self, task: _Task) -> None:
+        ranges = [(part.place.storage_key, *part.span) for _, part in task.parts]
+        for (number, part), data in zip(task.parts, self._file.read_ranges(ranges), strict=True):
+            self._note_crc(part, data)
+            self._deliver(number, part, data)
+
+    def _note_crc(self, part: WantedBox, data: memoryview) -> None:
+        key = part.place.storage_key
+        if self._file.has_crc(key):
+            self._crcs[key][part.span] = zlib.crc32(data)
+
+    def _deliver(self, number: int, part: WantedBox, data: memoryview) -> None:
+        box, place = self._boxes[number], part.place
+        target = self._tensors[number]
+        for axis, (offset, base) in enumerate(zip(part.offsets, box.offsets, strict=True)):
+            target = target.narrow(axis, offset - base, part.sizes[axis])
+        start = part.span.start - place.storage_offset * place.dtype.itemsize
+        copy_box_in(data, start, place.dtype, place.strides, part.offsets, part.sizes, target)
+        if place.is_conj:
+            target.imag.neg_()
+        if place.is_neg:
+            target.neg_()
+        if self._meter is not None:
+            self._meter.advance(part.num_bytes)

@@ -1,0 +1,717 @@
+"""What of a ``torch.save`` file becomes what in a checkpoint. No tensor is read for it.
+
+Save what was chosen of a ``torch.save`` file: a save planner and a writer for it.
+
+Every rank has the file's structure and plans a share of it, a run of the file; tensors are
+read when their turn to be written comes (see `dcpstore.convert.torch.source`). Tensors
+that are the very same elements are written once: their keys name the same bytes of the same
+object, which is all that DCP's format can say of sharing.
+
+`torch_save_to_dcp`: a ``torch.save`` file, in any store, becomes a DCP checkpoint.
+
+1. (all ranks) open the file: its directory and its pickle; see that all opened the same one
+2. (all ranks) choose what becomes what: pure, the same everywhere
+3. a save (see `dcpstore.saving`): each rank reads a run of the file, ahead of writing it
+4. (all ranks) compare the checksums of what was read whole; (coordinator) see that the file is
+   still the same
+5. (coordinator) seal
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dcpstore.config import ReadConfig, WriteConfig
+from dcpstore.convert.output import Shares, share_budget
+from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
+from dcpstore.convert.torch.layout import LAYOUT_KEY, Layout, encode_layout, write_record
+from dcpstore.convert.torch.pickle import (
+    Path,
+    PickledStructure,
+    Recast,
+    StorageViews,
+    flatten,
+    is_stand_in,
+    is_wrapper,
+    pickle_structure,
+    rearrange,
+)
+from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
+from dcpstore.errors import ConfigError, ConflictError, IncompatibleError
+from dcpstore.format.dtypes import dtype_name
+from dcpstore.plan import SavePlanner
+from dcpstore.plan.rules import Rename
+from dcpstore.ranks import RankGroup, steps
+from dcpstore.ranks.agreement import Ranks, join_ranks, plain_cause_of_one
+from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
+from dcpstore.report import Meter, Phases, Progress, ProgressCallback, SaveResult, show_progress
+from dcpstore.saving import save
+from dcpstore.store.location import parse_location
+from dcpstore.torch_private import storage_identity, validate_global_plan
+from dcpstore.write.writer import ObjectStoreWriter
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """A strided tensor of the file and what becomes of it.
+
+    Attributes:
+        place: Where its elements lie.
+        dtype: What they are converted to.
+        requires_grad: As in the file.
+    """
+
+    place: TensorPlace
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueTensor:
+    """A tensor that is more than its elements, such as a sparse one.
+
+    Attributes:
+        stand_in: What the file has for it.
+        record: Its pickle.
+    """
+
+    stand_in: torch.Tensor
+    record: PickledStructure
+
+
+@dataclass(frozen=True, slots=True)
+class FileChoice:
+    """What is written, by key of the checkpoint.
+
+    Attributes:
+        names: Every key, in the order of the file's structure.
+        paths: Where each lies in the structure.
+        tensors: Strided tensors.
+        aliases: Keys of tensors that are the very same as another one, which is in `tensors`.
+        opaques: Other tensors.
+        values: What is no tensor, pickled.
+        layout: The structure, for the way back; its archive is still empty.
+        extra: Identities of the storages that belong into its archive.
+        skipped: Key of the file, and why it is not written.
+        cast: Key of the file, and the names of its old and its new dtype.
+    """
+
+    names: Sequence[str]
+    paths: Mapping[str, Path]
+    tensors: Mapping[str, PlannedTensor]
+    aliases: Mapping[str, str]
+    opaques: Mapping[str, OpaqueTensor]
+    values: Mapping[str, PickledStructure]
+    layout: Layout
+    extra: Sequence[int]
+    skipped: Mapping[str, str]
+    cast: Mapping[str, tuple[str, str]]
+
+
+def choose(file: TorchFile, selection: Selection) -> FileChoice:
+    """Choose what is written. Pure; the same on all ranks.
+
+    Raises:
+        IncompatibleError: If the file holds what no DCP checkpoint can.
+        ConfigError: If the selection does not fit the file.
+    """
+    return _Chooser(file, selection).run()
+
+
+class _Chooser:
+    def __init__(self, file: TorchFile, selection: Selection) -> None:
+        self._file = file
+        self._leaves = flatten(file.value, file.url)
+        self._names = selection.names(list(self._leaves.values))
+        self._takes = selection.rules.takes
+        lengths = {one: file.storages[key].num_bytes for one, key in file.identities.items()}
+        self._recast = Recast(StorageViews(lengths))
+        self._replaced, self._cast = self._cast_tensors(StorageViews(lengths), selection)
+        self._views = StorageViews({**lengths, **self._recast.num_bytes})
+        self._tensors: dict[str, PlannedTensor] = {}
+        self._stand_ins: dict[str, torch.Tensor] = {}
+        self._opaques: dict[str, OpaqueTensor] = {}
+        self._values: dict[str, PickledStructure] = {}
+        self._skipped: dict[str, str] = {}
+
+    def _cast_tensors(
+        self, views: StorageViews, selection: Selection
+    ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, str]]]:
+        replaced, cast = {}, {}
+        for fqn in self._names:
+            value = self._leaves.values[fqn]
+            if isinstance(value, torch.Tensor) and is_stand_in(value, views):
+                dtype = selection.dtype_of(fqn, value.dtype)
+                if dtype != value.dtype:
+                    replaced[fqn] = self._recast.cast(value, dtype)
+                    cast[fqn] = (dtype_name(value.dtype), dtype_name(dtype))
+        return replaced, cast
+
+    def run(self) -> FileChoice:
+        structure = rearrange(
+            self._file.value, self._leaves, self._names, self._replaced, self._takes
+        )
+        leaves = flatten(structure, self._file.url)
+        written = set(self._names.values())
+        odd = [name for name, value in leaves.values.items() if not _may_be(name, value, written)]
+        if odd or not written <= leaves.values.keys():
+            raise ConfigError(
+                f"rename makes keys ambiguous, such as {(odd or sorted(written))[0]!r}"
+            )
+        for fqn, name in self._names.items():
+            self._sort_in(fqn, name)
+        pickled = pickle_structure(structure, self._views)
+        extra = self._extra(pickled)
+        by_identity = {one: key for key, one in pickled.storages.items()}
+        records = {**self._values, **{k: o.record for k, o in self._opaques.items()}}
+        members = {
+            name: [by_identity[one] for one in record.storages.values()]
+            for name, record in records.items()
+        }
+        layout = Layout(pickled.data, members, [by_identity[one] for one in extra])
+        written -= {self._names[fqn] for fqn in self._skipped}
+        ordered = [name for name in leaves.values if name in written]
+        primary, aliases = self._aliases()
+        return FileChoice(
+            names=ordered,
+            paths={name: leaves.paths[name] for name in ordered},
+            tensors=primary,
+            aliases=aliases,
+            opaques=self._opaques,
+            values=self._values,
+            layout=layout,
+            extra=extra,
+            skipped=self._skipped,
+            cast=self._cast,
+        )
+
+    def _sort_in(self, fqn: str, name: str) -> None:
+        value = self._leaves.values[fqn]
+        if not isinstance(value, torch.Tensor):
+            self._values[name] = pickle_structure(value, self._views)
+            return
+        if is_wrapper(value):
+            raise IncompatibleError(
+                f"{self._file.url}: {fqn!r} is a {type(value).__name__}, which holds other tensors;"
+                " save what it holds as plain tensors, or leave it out with exclude="
+            )
+        place = self._file.place(value)
+        made = self._replaced.get(fqn, value)
+        if place is not None:
+            self._tensors[name] = PlannedTensor(place, made.dtype, made.requires_grad)
+            self._stand_ins[name] = made
+        elif value.layout == torch.strided:
+            self._skipped[fqn] = "a tensor on the meta device, which has no elements"
+        else:
+            self._opaques[name] = OpaqueTensor(value, pickle_structure(value, self._views))
+
+    def _aliases(self) -> tuple[dict[str, PlannedTensor], dict[str, str]]:
+        """Part tensors that are all the same from those that are there first."""
+        primary: dict[str, PlannedTensor] = {}
+        aliases: dict[str, str] = {}
+        first: dict[tuple[TensorPlace, torch.dtype], str] = {}
+        for name, tensor in self._tensors.items():
+            same = first.setdefault((tensor.place, tensor.dtype), name)
+            if same == name or 0 in tensor.place.sizes:
+                primary[name] = tensor
+            else:
+                aliases[name] = same
+        return primary, aliases
+
+    def _extra(self, pickled: PickledStructure) -> list[int]:
+        """Return the storages of which some bytes would be found under no key."""
+        found = {one for value in self._values.values() for one in value.storages.values()}
+        found |= {one for o in self._opaques.values() for one in o.record.storages.values()}
+        covered = {view_of(stand_in) for stand_in in self._stand_ins.values()}
+        odd = set(pickled.bare)
+        odd |= {storage_identity(one) for one in pickled.stand_ins if view_of(one) not in covered}
+        return [one for one in pickled.storages.values() if one in odd and one not in found]
+
+
+def _may_be(name: str, value: Any, written: Set[str]) -> bool:
+    """Tell whether a leaf is expected: what is left out of a list leaves None there."""
+    return name in written or value is None
+
+
+def view_of(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return what two strided stand-ins share if they are the very same elements."""
+    return (
+        storage_identity(tensor),
+        int(tensor.storage_offset()),
+        tuple(tensor.size()),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes: boxes in the order of the file, and the key of each."""
+
+    names: tuple[str, ...]
+    boxes: tuple[WantedBox, ...]
+
+
+def share_of(
+    tensors: Mapping[str, PlannedTensor],
+    positions: Mapping[str, int],
+    *,
+    rank: int,
+    num_ranks: int,
+    max_item_bytes: int,
+) -> Share:
+    """Return a rank's share: a run of the file of about as many bytes as the others'.
+
+    Args:
+        tensors: What is written, by key.
+        positions: Where each storage lies in the file.
+        rank: The rank.
+        num_ranks: How many share.
+        max_item_bytes: Larger tensors are cut, so that none need be held whole.
+    """
+    order = sorted(
+        tensors,
+        key=lambda one: (positions[tensors[one].place.storage_key], tensors[one].place.span()),
+    )
+    total = sum(_whole(tensors[name]).num_bytes for name in order)
+    names, boxes = [], []
+    before = 0
+    for name in order:
+        box = _whole(tensors[name])
+        # By where its middle lies, so that all ranks agree and none is given a part twice.
+        owner = min(num_ranks - 1, (2 * before + box.num_bytes) * num_ranks // (2 * total or 1))
+        before += box.num_bytes
+        if owner != rank:
+            continue
+        parts = [box] if 0 in box.sizes else list(bands_of(box, max_item_bytes))
+        boxes += parts
+        names += [name] * len(parts)
+    return Share(tuple(names), tuple(boxes))
+
+
+def _whole(tensor: PlannedTensor) -> WantedBox:
+    sizes = tensor.place.sizes
+    return WantedBox(tensor.place, (0,) * len(sizes), sizes)
+
+
+class FileSavePlanner(SavePlanner):
+    """Plans and resolves one rank's share; the state dict that it is set up with is not looked at.
+
+    Args:
+        choice: What is written.
+        share: Of this rank.
+        read_ahead: Over the share's boxes.
+        read_opaque: Reads a tensor that is more than its elements.
+        read_bytes: Returns the bytes of a value, or of the layout, by key.
+    """
+
+    keeps_tensors = False  # the memory of a tensor that was taken counts no longer
+
+    def __init__(
+        self,
+        choice: FileChoice,
+        share: Share,
+        read_ahead: ReadAhead,
+        read_opaque: Callable[[OpaqueTensor], torch.Tensor],
+        read_bytes: Callable[[str], bytes],
+    ) -> None:
+        super().__init__()
+        self._choice = choice
+        self._share = share
+        self._read_ahead = read_ahead
+        self._read_opaque = read_opaque
+        self._read_bytes = read_bytes
+        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {
+            (name, box.offsets): number
+            for number, (name, box) in enumerate(zip(share.names, share.boxes, strict=True))
+        }
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Learn this rank's role. All ranks."""
+        del state_dict, storage_meta
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan this rank's share; values and opaque tensors are the coordinator's."""
+        items = [
+            self._chunk(name, box)
+            for name, box in zip(self._share.names, self._share.boxes, strict=True)
+        ]
+        if self.is_coordinator:
+            items += [self._opaque(name, one) for name, one in self._choice.opaques.items()]
+            keys = [*self._choice.values, LAYOUT_KEY]
+            items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in keys]
+        return SavePlan(items)
+
+    def _chunk(self, name: str, box: WantedBox) -> WriteItem:
+        planned = self._choice.tensors[name]
+        is_whole = box.sizes == planned.place.sizes
+        size, offsets = torch.Size(planned.place.sizes), torch.Size(box.offsets)
+        chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
+        kind = WriteItemType.TENSOR if is_whole else WriteItemType.SHARD
+        data = TensorWriteData(chunk, _properties(planned), size)
+        return WriteItem(MetadataIndex(name, offsets), kind, tensor_data=data)
+
+    def _opaque(self, name: str, one: OpaqueTensor) -> WriteItem:
+        size = one.stand_in.size()
+        offsets = torch.Size([0] * len(size))
+        properties = TensorProperties(dtype=one.stand_in.dtype, layout=one.stand_in.layout)
+        data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, size)
+        return WriteItem(MetadataIndex(name, offsets), WriteItemType.TENSOR, tensor_data=data)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Join the shares; name the keys that share their bytes with another. Coordinator only."""
+        # Not the base's: shares are disjoint, and torch's search for replicas fails at some dtypes.
+        plans, metadata = create_default_global_save_plan(all_plans)
+        entries = metadata.state_dict_metadata
+        for alias, name in self._choice.aliases.items():
+            entries[alias] = entries[name]
+        metadata.state_dict_metadata = {name: entries[name] for name in self._choice.names}
+        metadata.planner_data = dict(self._choice.paths)
+        problems = validate_global_plan(plans, metadata)
+        if problems:
+            raise IncompatibleError(f"the shares do not fit together: {problems[:3]}")
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Read an item. Called by the writer, one at a time, in the order of the plan."""
+        name = write_item.index.fqn
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._read_bytes(name))
+        if name in self._choice.opaques:
+            return self._read_opaque(self._choice.opaques[name])
+        offsets = write_item.index.offset
+        assert offsets is not None
+        tensor = self._read_ahead.take(self._numbers[name, tuple(offsets)])
+        return tensor.to(self._choice.tensors[name].dtype)
+
+
+def _properties(tensor: PlannedTensor) -> TensorProperties:
+    return TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+
+
+class SharingWriter(ObjectStoreWriter):
+    """A writer that seals some keys as other names of what is stored under another key.
+
+    Args:
+        url: Folder of the checkpoint.
+        aliases: From such a key to the other.
+        check: Called on every rank when its share is written, before anything is sealed.
+        **settings: As of `ObjectStoreWriter`.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        aliases: Mapping[str, str],
+        check: Callable[[], None],
+        **settings: Any,
+    ) -> None:
+        super().__init__(url, **settings)
+        self._names: dict[str, list[str]] = {}
+        for alias, name in aliases.items():
+            self._names.setdefault(name, []).append(alias)
+        self._check = check
+        self.objects: dict[str, int] = {}
+        """Size of each data object; on the coordinator, when the checkpoint is sealed."""
+
+    def write_data(self, plan: SavePlan, planner: DcpSavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, and say where the keys that share theirs lie."""
+        results = super().write_data(plan, planner).wait()
+        self._check()
+        shared = [
+            WriteResult(replace(one.index, fqn=alias), 0, one.storage_data)
+            for one in results
+            for alias in self._names.get(one.index.fqn, ())
+        ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([*results, *shared])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Seal the checkpoint. Coordinator only."""
+        written = [one.storage_data.object for own in results for one in own]
+        super().finish(metadata, results)
+        self.objects = {one.key: one.size_bytes for one in written}
+
+
+_NO_VALUE = b"\x80\x02N."  # the pickle of None, of a record that is there for its storages
+
+
+def torch_save_to_dcp(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    keys: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Rename | None = None,
+    dtype: DtypeRule = None,
+    weights_only: bool = True,
+    source_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    budget_bytes: int = 256 << 20,
+    overwrite: bool = False,
+    process_group: Ranks = None,
+    deadline_s: float = 24 * 3600.0,
+    progress: ProgressCallback | bool | None = None,
+) -> ConvertResult:
+    """Turn a ``torch.save`` file into a DCP checkpoint.
+
+    ```python
+    torch_save_to_dcp("s3://hub/model.pt", "gs://run/step-0", rename={"state_dict.": "model."})
+    ```
+
+    The file is read by ranges, without local disk; no tensor need be held whole. All ranks
+    of the group may call it together; each converts a share. Keys are those that ``dcp.save``
+    would give, and stock DCP loads the checkpoint. Tensors that are the very same elements
+    are stored once. `dcp_to_torch_save` restores the structure, types of containers, shared
+    storages and all.
+
+    Args:
+        source: The file: a URL, or a local path. It holds a dictionary.
+        target: Folder for the checkpoint.
+        keys: Patterns of flattened keys to convert (``fnmatch``); all if empty.
+        exclude: Patterns of keys to leave out.
+        rename: From the file's key to the checkpoint's: a map of keys and of prefixes
+            that end with ``.``, or a function.
+        dtype: Converts the tensors of its kind (floating point, complex, integer): one dtype
+            for all, or one per pattern of keys.
+        weights_only: Allow in the file what ``torch.load(weights_only=True)`` allows, with
+            ``torch.serialization.add_safe_globals`` honoured. False runs whatever code the
+            file names: only for files that you trust.
+        source_options: fsspec's options for the source's protocol.
+        target_options: fsspec's options for the target's protocol.
+        budget_bytes: Memory for tensors on their way, per rank. Values that are not tensors,
+            with the tensors in them, are held beside it, one at a time; so are sparse tensors.
+        overwrite: Replace a checkpoint that exists.
+        process_group: The ranks that work together; None for all, or for this process alone.
+        deadline_s: Most seconds that one step may take before ranks that wait give up.
+        progress: A callback on every rank; True for a bar on the coordinator; None for one if
+            standard error is a terminal.
+
+    Raises:
+        NotFoundError: If there is no such file.
+        AlreadyExistsError: If ``target`` holds a checkpoint and ``overwrite`` is False.
+        IncompatibleError: If it is no ``torch.save`` file of a dictionary; says what it is. Or
+            if it holds what DCP cannot.
+        CorruptError: If the file is damaged, or names something that is not allowed; it was
+            not run.
+        ConflictError: If the file was replaced meanwhile. Nothing was sealed.
+        ConfigError: If the arguments do not fit together or match no key.
+        RankFailures: On every rank of several, if any failed.
+    """
+    selection = select(keys, exclude, rename, dtype)
+    shares = share_budget(budget_bytes)
+    _refuse_same(source, target)
+    joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
+    with joining as group, ExitStack() as stack:
+        showing = show_progress("convert", progress, is_coordinator=group.is_coordinator)
+        stack.enter_context(plain_cause_of_one(group))
+        meter = stack.enter_context(showing)
+        phases = Phases()
+        with phases.phase("open"):
+            file = _open(group, source, source_options, weights_only=weights_only)
+            stack.enter_context(file)
+        job = _ToCheckpoint(group, file, shares, meter, phases)
+        return job.run(selection, target, target_options, overwrite=overwrite)
+
+
+def _refuse_same(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    if parse_location(source).url == parse_location(target).url:
+        raise ConfigError(f"source and target are both {parse_location(source).url}")
+
+
+def _open(
+    group: RankGroup,
+    source: str | os.PathLike[str],
+    options: Mapping[str, Any] | None,
+    *,
+    weights_only: bool,
+) -> TorchFile:
+    """Open the file on every rank. Collective."""
+    opened: list[TorchFile] = []
+
+    def open_it() -> tuple[int, str | None]:
+        file = open_torch_file(source, storage_options=options, weights_only=weights_only)
+        opened.append(file)
+        return file.info.size_bytes, file.info.etag
+
+    try:
+        seen = steps.all_gather(group, "open the source", open_it)
+        if len(set(seen)) > 1:
+            raise ConflictError(
+                f"{opened[0].url} was replaced while ranks opened it: they found files of"
+                f" {sorted({size for size, _ in seen})} bytes. Start again"
+            )
+    except BaseException:
+        for file in opened:
+            file.close()
+        raise
+    return opened[0]
+
+
+@dataclass(slots=True)
+class _Forward:
+    """Tells a meter of a conversion what a save says of its progress."""
+
+    meter: Meter
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+    def __call__(self, state: Progress) -> None:
+        self.meter.expect(state.total_bytes - self.total_bytes)
+        self.meter.advance(state.done_bytes - self.done_bytes)
+        self.done_bytes, self.total_bytes = state.done_bytes, state.total_bytes
+
+
+class _ToCheckpoint:
+    """One rank's way through a conversion."""
+
+    def __init__(
+        self, group: RankGroup, file: TorchFile, shares: Shares, meter: Meter, phases: Phases
+    ) -> None:
+        self._group = group
+        self._file = file
+        self._shares = shares
+        self._meter = meter
+        self._phases = phases
+
+    def run(
+        self,
+        selection: Selection,
+        target: str | os.PathLike[str],
+        options: Mapping[str, Any] | None,
+        *,
+        overwrite: bool,
+    ) -> ConvertResult:
+        with self._phases.phase("plan"):
+            choice = self._choose(selection)
+            positions = {key: one.member.header_offset for key, one in self._file.storages.items()}
+            share = share_of(
+                choice.tensors,
+                positions,
+                rank=self._group.rank,
+                num_ranks=self._group.size,
+                max_item_bytes=self._shares.block_bytes,
+            )
+        ahead = ReadAhead(
+            self._file,
+            share.boxes,
+            budget_bytes=self._shares.read_bytes + 2 * self._shares.block_bytes,
+            request_bytes=min(ReadConfig().request_bytes, self._shares.read_bytes // 4),
+        )
+
+        def check() -> None:
+            if self._group.is_coordinator:
+                self._file.check_unchanged()
+            ahead.check_crcs()
+
+        writer = SharingWriter(
+            target,
+            aliases=choice.aliases,
+            check=check,
+            storage_options=options,
+            overwrite=overwrite,
+            config=self._shares.write_config(WriteConfig().object_bytes),
+        )
+        planner = FileSavePlanner(
+            choice, share, ahead, self._read_opaque, lambda key: self._read_bytes(choice, key)
+        )
+        with ahead:
+            saved = save(
+                {},
+                process_group=self._group,
+                storage_writer=writer,
+                planner=planner,
+                progress=_Forward(self._meter),
+            )
+        return self._result(choice, saved, writer, ahead)
+
+    def _choose(self, selection: Selection) -> FileChoice:
+        chosen: list[FileChoice] = []
+        steps.barrier(
+            self._group,
+            "choose the keys",
+            lambda: chosen.append(choose(self._file, selection)),
+        )
+        return chosen[0]
+
+    # --- what is no strided tensor ---------------------------------------------------------
+
+    def _read_storage(self, identity: int) -> memoryview:
+        key = self._file.identities[identity]
+        data = self._file.read_storage(key)
+        self._file.check_crc(key, zlib.crc32(data))
+        return data
+
+    def _read_opaque(self, one: OpaqueTensor) -> torch.Tensor:
+        record = write_record(one.record, self._read_storage)
+        tensor: torch.Tensor = torch.load(io.BytesIO(record), weights_only=True)
+        return tensor
+
+    def _read_bytes(self, choice: FileChoice, key: str) -> bytes:
+        if key != LAYOUT_KEY:
+            return write_record(choice.values[key], self._read_storage)
+        archive = b""
+        if choice.extra:
+            storages = {str(number): one for number, one in enumerate(choice.extra)}
+            record = PickledStructure(_NO_VALUE, storages, {}, (), frozenset())
+            archive = write_record(record, self._read_storage)
+        return encode_layout(replace(choice.layout, archive=archive))
+
+    # --- the end ---------------------------------------------------------------------------
+
+    def _result(
+        self, choice: FileChoice, saved: SaveResult, writer: SharingWriter, ahead: ReadAhead
+    ) -> ConvertResult:
+        fetched = steps.all_gather(self._group, "finish", lambda: ahead.fetched_bytes)
+        objects = steps.broadcast(self._group, "report", lambda: dict(writer.objects))
+        places = [*choice.tensors, *choice.aliases]
+        named = {**choice.tensors, **{a: choice.tensors[n] for a, n in choice.aliases.items()}}
+        return ConvertResult(
+            source=self._file.url,
+            target=str(writer.checkpoint_id),
+            num_tensors=len(places) + len(choice.opaques),
+            num_values=len(choice.values),
+            tensor_bytes=sum(_num_bytes(one.place.sizes, one.dtype) for one in named.values()),
+            objects=objects,
+            skipped=choice.skipped,
+            cast=choice.cast,
+            fetched_bytes=sum(fetched),
+            seconds={**self._phases.seconds, **saved.seconds},
+        )
+
+
+def _num_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(sizes).numel() * dtype.itemsize

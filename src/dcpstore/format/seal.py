@@ -1,0 +1,191 @@
+"""The footer that makes a ``.metadata`` ours, and the way from it to the manifest.
+
+A ``.metadata`` is torch's pickle followed by what stock readers ignore, since a pickle ends
+at its STOP opcode::
+
+    | pickle of torch's Metadata | manifest | seal (JSON) | u32 seal_bytes | "DCPSSEAL" |
+
+A manifest that is larger than ``WriteConfig.embed_manifest_bytes`` lies in an object of its
+own, which the seal names; so did every manifest before that knob was there. The seal has the
+CRC32C of the pickle, of the manifest and, where it names no object, of itself. A reader of ours
+never opens the pickle. See ``docs/design/003-commit-protocol.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import crc32c
+
+from dcpstore.errors import CorruptError, NotFoundError
+from dcpstore.format.json_text import check_natural, parse_json
+from dcpstore.format.keys import check_relative, is_save_id, manifest_key
+from dcpstore.store.base import Store
+from dcpstore.store.ranges import ByteRange
+
+_MAGIC = b"DCPSSEAL"
+_TAIL = struct.Struct("<I8s")
+_OWN_CRC = "seal_crc32c"
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The footer of a ``.metadata`` of ours.
+
+    Attributes:
+        save_id: Of the save.
+        manifest_bytes: Length of the manifest.
+        manifest_crc32c: Its CRC32C.
+        pickle_bytes: Length of the pickle, which comes first.
+        pickle_crc32c: Its CRC32C.
+        manifest_key: The object that is the manifest; None if it lies behind the pickle.
+    """
+
+    save_id: str
+    manifest_bytes: int
+    manifest_crc32c: int
+    pickle_bytes: int
+    pickle_crc32c: int
+    manifest_key: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("manifest_bytes", "manifest_crc32c", "pickle_bytes", "pickle_crc32c"):
+            check_natural(getattr(self, name))
+        if self.manifest_key not in (None, manifest_key(self.save_id)):
+            raise ValueError(f"{self.manifest_key} is no manifest of save {self.save_id}")
+
+    @property
+    def pickle_span(self) -> ByteRange:
+        """Where the pickle lies in the metadata object."""
+        return ByteRange(0, self.pickle_bytes)
+
+    @property
+    def manifest_span(self) -> ByteRange:
+        """Where the manifest lies in the metadata object; empty if it is not there."""
+        num_bytes = self.manifest_bytes if self.manifest_key is None else 0
+        return ByteRange(self.pickle_bytes, self.pickle_bytes + num_bytes)
+
+
+def make_metadata(
+    save_id: str, pickled: bytes, manifest: bytes, *, embed_manifest_bytes: int
+) -> tuple[Seal, bytes]:
+    """Return the seal of a save and the bytes of its metadata object.
+
+    Args:
+        save_id: Of the save.
+        pickled: Torch's metadata.
+        manifest: The encoded manifest. Unless it lies in the bytes that are returned, the
+            caller has to put it under ``Seal.manifest_key`` first.
+        embed_manifest_bytes: Largest manifest that does.
+    """
+    is_embedded = len(manifest) <= embed_manifest_bytes
+    seal = Seal(
+        save_id=save_id,
+        manifest_bytes=len(manifest),
+        manifest_crc32c=crc32c.crc32c(manifest),
+        pickle_bytes=len(pickled),
+        pickle_crc32c=crc32c.crc32c(pickled),
+        manifest_key=None if is_embedded else manifest_key(save_id),
+    )
+    inside, fields = b"", asdict(seal)
+    if is_embedded:
+        inside = manifest
+        del fields["manifest_key"]
+        fields[_OWN_CRC] = crc32c.crc32c(_as_text(fields))
+    text = _as_text(fields)
+    return seal, b"".join([pickled, inside, text, _TAIL.pack(len(text), _MAGIC)])
+
+
+def _as_text(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def read_seal(data: memoryview) -> Seal | None:
+    """Return the footer of a ``.metadata``, or None if there is none. Copies no more than it.
+
+    Raises:
+        CorruptError: If the footer is there but does not fit the bytes before it.
+    """
+    if len(data) < _TAIL.size:
+        return None
+    num_bytes, magic = _TAIL.unpack(data[-_TAIL.size :])
+    if magic != _MAGIC:
+        return None
+    start = len(data) - _TAIL.size - num_bytes
+    seal = _parse(data, max(start, 0))
+    if seal.manifest_span.end != start:
+        raise CorruptError(
+            f"the metadata was cut short or changed after it was sealed: {start} bytes lie before"
+            f" its footer, which tells of {seal.manifest_span.end}",
+            start=0,
+            end=len(data),
+        )
+    _check(data, "pickle", seal.pickle_span, seal.pickle_crc32c)
+    if seal.manifest_key is None:
+        _check(data, "manifest", seal.manifest_span, seal.manifest_crc32c)
+    return seal
+
+
+def _parse(data: memoryview, start: int) -> Seal:
+    try:
+        fields = dict(parse_json(data[start : -_TAIL.size]))
+        own_crc = fields.pop(_OWN_CRC, None)
+        seal = Seal(**fields)
+        if not is_save_id(seal.save_id):
+            raise ValueError(f"the save id {seal.save_id!r:.60} is not 16 hex digits")
+    except (ValueError, TypeError) as error:
+        raise CorruptError(
+            f"the footer of the metadata is damaged: {error!r}", start=start, end=len(data)
+        ) from error
+    if seal.manifest_key is None and own_crc != crc32c.crc32c(_as_text(fields)):
+        raise CorruptError(
+            "the footer of the metadata is damaged: it has another CRC32C",
+            start=start,
+            end=len(data),
+        )
+    return seal
+
+
+def _check(data: memoryview, what: str, span: ByteRange, expected: int) -> None:
+    if crc32c.crc32c(data[span.start : span.end]) != expected:
+        raise CorruptError(
+            f"the metadata was changed after it was sealed: the {what} in it, bytes"
+            f" [{span.start}, {span.end}), has another CRC32C",
+            start=span.start,
+            end=span.end,
+        )
+
+
+def get_manifest(store: Store, data: memoryview, seal: Seal, *, folder: str = "") -> bytes:
+    """Return the manifest that a metadata object leads to: out of it, or by one request.
+
+    Args:
+        store: Rooted at the checkpoint's folder, or above it.
+        data: The metadata object.
+        seal: What `read_seal` returned of it.
+        folder: The checkpoint's, below the store's root; empty, or with a slash at its end.
+
+    Raises:
+        CorruptError: If the manifest is gone, or is not the one that was sealed.
+        StoreError: If the store refuses.
+    """
+    if seal.manifest_key is None:
+        return bytes(data[seal.manifest_span.start : seal.manifest_span.end])
+    key = check_relative(seal.manifest_key)
+    try:
+        found = store.get(folder + key).data
+    except NotFoundError as error:
+        raise CorruptError(f"its manifest {key} is gone", key=key) from error
+    if len(found) != seal.manifest_bytes or crc32c.crc32c(found) != seal.manifest_crc32c:
+        raise CorruptError(
+            f"its manifest {key} has {len(found)} bytes that are not the {seal.manifest_bytes}"
+            " sealed with it",
+            key=key,
+            start=0,
+            end=len(found),
+        )
+    return bytes(found)

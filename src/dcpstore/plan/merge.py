@@ -1,0 +1,793 @@
+"""The distinct chunks of some keys, and who planned each.
+
+Every (key, offsets) has an address (see `table`), so one sort brings the copies of a chunk
+together; of a sharded job they lie that way already.
+
+What is wrong with the plans of a save, by key, chunk and rank.
+
+What can be wrong with merged plans, and its story for people.
+
+The checks are vectorised; only what fails is looked at one by one.
+
+Who writes what several ranks hold: bytes balanced, the same answer for the same plans.
+
+The rule is "largest first, to the least loaded" (LPT; Graham 1969), within each set of
+ranks that holds the same chunks. Sets without a common rank do not interact, so they
+advance together, one chunk each per vectorised step::
+
+    hybrid sharding, 2 replicas of 3 shards      step 1       step 2
+    set {0,3}: chunks 9 8 1                      9 -> 0       8 -> 3     ...
+    set {1,4}: chunks 9 8 1                      9 -> 1       8 -> 4     ...
+    set {2,5}: chunks 9 8 1                      9 -> 2       8 -> 5     ...
+
+Chunks of about the same cost (within a factor of two) are dealt out together, the largest
+first; of those, small sets go first: they have the least choice, and chunks that many
+ranks hold then fill what is left uneven.
+
+Which of its copies writes each chunk, with all ranks' loads in view.
+
+The coordinator's part: all ranks' packed plans become one checked global plan.
+
+1. join the tables of keys            conflicting descriptions of a key end here
+2. lay out all items
+3. go through the items of a few keys at a time
+     check bounds
+     group the copies of each chunk   copies of different size, or two by one rank, end here
+     check that chunks do not overlap and leave no gap
+4. choose one writer per chunk        bytes balanced over ranks
+5. pack each rank's decision
+
+Linear in the items but for one sort of nearly sorted numbers. Measured in
+``docs/planning-at-scale.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from dcpstore.errors import ConfigError, IncompatibleError
+from dcpstore.plan.columns import Ints, KeyRow
+from dcpstore.plan.overlap import find_overlaps, stable_order
+from dcpstore.plan.packed import ChunkColumns, GlobalSavePlan, encode_decisions
+from dcpstore.plan.table import Boxes, Items, KeyTable, Piece, join_tables, pieces, read_items
+from dcpstore.plan.wire import PackedPlan, PartKind, PlanFlag
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """The chunks of some keys, in the order of keys and offsets.
+
+    Attributes:
+        items: Who plans them: the copies of a chunk behind each other, by place.
+        first: Per chunk, its first copy among ``items``.
+        num_copies: Per chunk, how many there are.
+        key, start, length, box: What the first copy says of it; see `Piece`.
+        num_elements: Per chunk; a value counts its bytes where known.
+    """
+
+    items: Piece
+    first: Ints
+    num_copies: Ints
+    key: Ints
+    start: Ints
+    length: Ints
+    box: Ints | None
+    num_elements: Ints
+
+
+def out_of_bounds(piece: Piece, boxes: Boxes, table: KeyTable) -> Ints:
+    """Return the positions of the items whose chunk is not inside its tensor."""
+    room = table.rows_bound[piece.key] - piece.length
+    is_bad = (piece.start < 0) | (piece.length < 0) | (piece.start > room)
+    if piece.box is not None:
+        at = np.flatnonzero(piece.box >= 0)
+        offsets, sizes = boxes.offsets[piece.box[at]], boxes.sizes[piece.box[at]]
+        bound = table.inner_sizes[piece.key[at], : boxes.num_dims]
+        is_bad[at] |= ((offsets < 0) | (sizes < 0) | (offsets > bound - sizes)).any(axis=1)
+    return np.flatnonzero(is_bad)
+
+
+def find_chunks(piece: Piece, boxes: Boxes, table: KeyTable) -> Chunks:
+    """Group the items, which lie inside their tensors, by key and offsets."""
+    address = table.base[piece.key] + piece.start * table.step[piece.key, 0]
+    if piece.box is not None:
+        at = np.flatnonzero(piece.box >= 0)
+        inner = table.step[piece.key[at], 1 : 1 + boxes.num_dims]
+        address[at] += (boxes.offsets[piece.box[at]] * inner).sum(axis=1)
+    order = stable_order(address)
+    if order is not None:
+        piece, address = piece[order], address[order]
+    is_first = np.ones(len(address), bool)
+    np.not_equal(address[1:], address[:-1], out=is_first[1:])
+    piece, is_first = _without_empty_copies(piece, is_first, boxes, table)
+    first = np.flatnonzero(is_first)
+    key, length = piece.key[first], piece.length[first]
+    box = None if piece.box is None else piece.box[first]
+    num_elements = length * table.inner[key]
+    if box is not None:
+        at = np.flatnonzero(box >= 0)
+        num_elements[at] = length[at] * boxes.sizes[box[at]].prod(axis=1)
+    num_copies = np.diff(first, append=len(is_first))
+    return Chunks(piece, first, num_copies, key, piece.start[first], length, box, num_elements)
+
+
+def _without_empty_copies(
+    piece: Piece, is_first: Ints, boxes: Boxes, table: KeyTable
+) -> tuple[Piece, Ints]:
+    """Drop empty chunks that share their offsets with a chunk that holds something.
+
+    To write the empty one in its place would lose data.
+
+    Args:
+        piece: Items, sorted by address.
+        is_first: Whether an item is the first of its chunk.
+        boxes: Which of them are boxes.
+        table: Their keys.
+
+    Returns:
+        The same without them.
+    """
+    is_empty = piece.length == 0
+    if piece.box is not None:
+        at = np.flatnonzero(piece.box >= 0)
+        is_empty[at] |= (boxes.sizes[piece.box[at]] == 0).any(axis=1)
+    if not ((is_empty[1:] != is_empty[:-1]) & ~is_first[1:]).any():
+        return piece, is_first
+    first = np.flatnonzero(is_first)
+    is_mixed = ~np.logical_and.reduceat(is_empty, first) & ~table.is_value[piece.key[first]]
+    stays = ~(is_empty & np.repeat(is_mixed, np.diff(first, append=len(is_first))))
+    chunk = np.cumsum(is_first)[stays]
+    return piece[stays], np.diff(chunk, prepend=0) != 0
+
+
+class ChunkRecord:
+    """Keeps what the metadata says of chunks, piece after piece."""
+
+    def __init__(self, boxes: Boxes) -> None:
+        self._boxes = boxes
+        self._columns: list[tuple[Ints, Ints, Ints]] = []
+        self._box_at = [np.empty(0, np.int64)]
+        self._box = [np.empty(0, np.int64)]
+        self._num_chunks = 0
+
+    def add(self, chunks: Chunks) -> None:
+        """Keep the chunks of further keys."""
+        self._columns.append((chunks.key, chunks.start, chunks.length))
+        if chunks.box is not None:
+            at = np.flatnonzero(chunks.box >= 0)
+            self._box_at.append(self._num_chunks + at)
+            self._box.append(chunks.box[at])
+        self._num_chunks += len(chunks.key)
+
+    def finish(self, num_keys: int) -> ChunkColumns:
+        """Return all chunks; there are none of keys without items."""
+        none = np.empty(0, np.int32)
+        key, start, length = (
+            (np.concatenate([none, *column]) for column in zip(*self._columns, strict=True))
+            if self._columns
+            else (none, none, none)
+        )
+        box = np.concatenate(self._box)
+        return ChunkColumns(
+            key=key,
+            start=start,
+            length=length,
+            first_of_key=np.searchsorted(key, np.arange(num_keys + 1, dtype=np.int32)),
+            box_at=np.concatenate(self._box_at),
+            box_offsets=self._boxes.offsets[box],
+            box_sizes=self._boxes.sizes[box],
+        )
+
+
+ProblemKind: TypeAlias = Literal["conflict", "bounds", "duplicate", "overlap", "gap"]
+MAX_SHOWN = 16
+_MAX_RANKS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One reason why plans do not make a checkpoint.
+
+    Attributes:
+        kind: What rule was broken.
+        fqn: The key it is about.
+        ranks: Ranks that planned it, ascending; the first few of them where they are many.
+        text: The whole story, key and ranks included.
+    """
+
+    kind: ProblemKind
+    fqn: str
+    ranks: tuple[int, ...]
+    text: str
+
+
+class PlanError(IncompatibleError):
+    """The ranks' plans do not fit together; nothing was written.
+
+    Args:
+        problems: The first problems found.
+        num_more: How many others there are.
+    """
+
+    def __init__(self, problems: Sequence[Problem], num_more: int = 0) -> None:
+        self.problems = tuple(problems)
+        lines = [f"  {problem.text}" for problem in self.problems]
+        if num_more:
+            lines.append(f"  ... and {num_more} more")
+        super().__init__("the ranks' save plans do not fit together:\n" + "\n".join(lines))
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1, 2 and 13 more"."""
+    shown = ", ".join(str(rank) for rank in ranks[:_MAX_RANKS_SHOWN])
+    more = len(ranks) - _MAX_RANKS_SHOWN
+    rest = f" and {more} more" if more > 0 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{rest}"
+
+
+class _Stage(IntEnum):
+    """What fails in one stage makes nonsense of what the next ones would say."""
+
+    KEYS = 0
+    BOUNDS = 1
+    COPIES = 2
+    CHUNKS = 3
+
+
+class Inspector:
+    """Collects the problems of one merge; each ``check_`` says whether it found none.
+
+    Args:
+        boxes: All boxes.
+        table: All keys.
+    """
+
+    def __init__(self, boxes: Boxes, table: KeyTable) -> None:
+        self._boxes = boxes
+        self._table = table
+        self._problems: dict[_Stage, list[Problem]] = {stage: [] for stage in _Stage}
+        self._num_more = dict.fromkeys(_Stage, 0)
+
+    def raise_problems(self) -> None:
+        """Raise what the first stage that found something has found.
+
+        Raises:
+            PlanError: If anything was found.
+        """
+        for stage in _Stage:
+            if self._problems[stage]:
+                raise PlanError(self._problems[stage], self._num_more[stage])
+
+    def check_keys(self) -> bool:
+        """Look for keys that ranks describe differently."""
+        conflicts = self._table.conflicts
+        return self._add(_Stage.KEYS, conflicts, lambda c: self._conflict(c.key, c.row, c.run))
+
+    def check_bounds(self, piece: Piece) -> bool:
+        """Look for chunks outside their tensors."""
+
+        def tell(item: int) -> Problem:
+            row, rank = self._row(piece, item), int(piece.rank[item])
+            text = f"{row.fqn!r} of size {row.size}: rank {rank} plans {self._chunk(piece, item)}"
+            return Problem("bounds", row.fqn, (rank,), f"{text}, which lies outside")
+
+        bad = out_of_bounds(piece, self._boxes, self._table)
+        return self._add(_Stage.BOUNDS, bad.tolist(), tell)
+
+    def check_copies(self, chunks: Chunks) -> bool:
+        """Look at the copies of each chunk: one per rank, and all of one size."""
+        items = chunks.items
+        again = np.ones(len(items.at), bool)  # is a further copy of the chunk before it
+        again[chunks.first] = False
+        again = np.flatnonzero(again)
+        if not len(again):
+            return True
+        # Nearly always copies come by rank: then no two are of the same one.
+        suspects = again[items.rank[again] <= items.rank[again - 1]]
+        suspects = np.union1d(suspects, again[self._differ(items, again)])
+        found: list[tuple[Callable[..., Problem], Ints]] = []
+        number = np.unique(np.searchsorted(chunks.first, suspects, "right") - 1)
+        for first, count in zip(
+            chunks.first[number].tolist(), chunks.num_copies[number].tolist(), strict=True
+        ):
+            copies = first + np.argsort(items.rank[first : first + count], kind="stable")
+            if bool((np.diff(items.rank[copies]) == 0).any()):
+                found.append((self._duplicate, copies))
+            elif bool(self._differ(items, copies[1:], copies[:-1]).any()):
+                found.append((self._mismatch, copies))
+        return self._add(_Stage.COPIES, found, lambda one: one[0](items, one[1]))
+
+    def _differ(self, items: Piece, one: Ints, other: Ints | None = None) -> Ints:
+        """Compare the sizes of items with those of others, by default the ones before them."""
+        other = one - 1 if other is None else other
+        differs = items.length[one] != items.length[other]
+        if items.box is not None:
+            sizes = self._inner_sizes(items)
+            differs |= (sizes[one] != sizes[other]).any(axis=1)
+        result: Ints = differs & ~self._table.is_value[items.key[one]]
+        return result
+
+    def check_chunks(self, chunks: Chunks, *, require_full: bool) -> bool:
+        """Look for chunks that overlap, and for tensors that they do not fill."""
+        overlapping, is_fine = self._check_overlaps(chunks)
+        if not require_full or not len(chunks.key):
+            return is_fine
+        table = self._table
+        first = np.flatnonzero(np.diff(chunks.key, prepend=-1))
+        key = chunks.key[first]
+        held = np.add.reduceat(chunks.num_elements, first)
+        needed = table.rows_bound[key] * np.where(table.is_value[key], 0, table.inner[key])
+        gaps = np.flatnonzero((held != needed) & ~table.is_value[key])
+        ends = np.append(first[1:], len(chunks.key))
+        return is_fine & self._add(
+            _Stage.CHUNKS,
+            [at for at in gaps.tolist() if int(key[at]) not in overlapping],
+            lambda at: self._gap(chunks, slice(int(first[at]), int(ends[at])), int(held[at])),
+        )
+
+    def _check_overlaps(self, chunks: Chunks) -> tuple[set[int], bool]:
+        """Return the keys whose chunks overlap, having told of them; and whether none do."""
+        chunk = self._uncut(chunks)
+        if not len(chunk):
+            return set(), True
+        starts, ends = self._extents(chunks, chunk)
+        pairs = find_overlaps(chunks.key[chunk], starts, ends, max_found=MAX_SHOWN)
+        pairs = chunk[pairs]
+        by_place = np.argsort(chunks.items.at[chunks.first[pairs]], axis=1)
+        pairs = np.take_along_axis(pairs, by_place, axis=1)
+        is_fine = self._add(_Stage.CHUNKS, pairs.tolist(), lambda pair: self._overlap(chunks, pair))
+        return set(chunks.key[pairs.ravel()].tolist()), is_fine
+
+    def _uncut(self, chunks: Chunks) -> Ints:
+        """Return the chunks of keys that cuts between rows do not take apart, empty ones left out.
+
+        None where tensors are sharded by rows: chunks come in the order of their rows.
+        """
+        if not len(chunks.key):
+            return np.empty(0, np.int64)
+        end = chunks.start + chunks.length
+        meets = (chunks.start[1:] < end[:-1]) & (chunks.key[1:] == chunks.key[:-1])
+        if not meets.any():
+            return np.empty(0, np.int64)
+        is_uncut = np.zeros(len(self._table.rows), bool)
+        is_uncut[chunks.key[1:][meets]] = True
+        is_uncut &= ~self._table.is_value
+        return np.flatnonzero(is_uncut[chunks.key] & (chunks.num_elements > 0))
+
+    def _extents(self, chunks: Chunks, chosen: Ints) -> tuple[Ints, Ints]:
+        """Return where chunks start and end in every dimension."""
+        boxes, inner = self._boxes, self._table.inner_sizes[chunks.key[chosen]]
+        starts = np.zeros((len(chosen), 1 + inner.shape[1]), np.int64)
+        starts[:, 0] = chunks.start[chosen]
+        ends = starts.copy()
+        ends[:, 0] += chunks.length[chosen]
+        ends[:, 1:] = inner
+        if chunks.box is not None:
+            at = np.flatnonzero(chunks.box[chosen] >= 0)
+            row, dims = chunks.box[chosen[at]], slice(1, 1 + boxes.num_dims)
+            starts[at, dims] = boxes.offsets[row]
+            ends[at, dims] = boxes.offsets[row] + boxes.sizes[row]
+        return starts, ends
+
+    # --- the stories ----------------------------------------------------------------
+
+    def _add(self, stage: _Stage, found: Iterable[object], tell: Callable[..., Problem]) -> bool:
+        problems, none_before = self._problems[stage], True
+        for one in found:
+            none_before = False
+            if len(problems) < MAX_SHOWN:
+                problems.append(tell(one))
+            else:
+                self._num_more[stage] += 1
+        return none_before
+
+    def _row(self, items: Piece, item: int) -> KeyRow:
+        return self._table.rows[int(items.key[item])]
+
+    def _inner_sizes(self, items: Piece) -> Ints:
+        """Return what items span in the dimensions after the first."""
+        sizes = self._table.inner_sizes[items.key]
+        if items.box is not None:
+            at = np.flatnonzero(items.box >= 0)
+            sizes[at, : self._boxes.num_dims] = self._boxes.sizes[items.box[at]]
+        return sizes
+
+    def _chunk(self, items: Piece, item: int) -> str:
+        row, boxes = self._row(items, item), self._boxes
+        if row.is_value:
+            return "a value"
+        offsets, sizes = [int(items.start[item])], [int(items.length[item])]
+        box = -1 if items.box is None else int(items.box[item])
+        inner = len(row.size) - 1
+        if box >= 0:
+            offsets += boxes.offsets[box].tolist()[:inner]
+            sizes += boxes.sizes[box].tolist()[:inner]
+        elif row.size:
+            offsets += [0] * inner
+            sizes += list(row.size[1:])
+        else:
+            return "the whole tensor"
+        return f"a chunk of sizes {tuple(sizes)} at {tuple(offsets)}"
+
+    def _conflict(self, key: int, row: KeyRow, run: int) -> Problem:
+        table, known = self._table, self._table.rows[key]
+        others = table.ranks_with_run(run)
+        firsts = [
+            rank
+            for number, one in enumerate(table.runs)
+            if number != run and key in one.keys
+            for rank in table.ranks_with_run(number)
+            if not any(c.key == key and c.run == number for c in table.conflicts)
+        ]
+        text = (
+            f"{row.fqn!r} is {_describe(known)} on {list_ranks(sorted(firsts))}"
+            f" but {_describe(row)} on {list_ranks(others)}"
+        )
+        return Problem("conflict", row.fqn, tuple(sorted({*firsts[:8], *others[:8]})), text)
+
+    def _duplicate(self, items: Piece, copies: Ints) -> Problem:
+        ranks = items.rank[copies]
+        item = int(copies[np.flatnonzero(np.diff(ranks) == 0)[0]])
+        rank, row = int(items.rank[item]), self._row(items, item)
+        text = f"{row.fqn!r}: rank {rank} plans {self._chunk(items, item)} twice"
+        return Problem("duplicate", row.fqn, (rank,), text)
+
+    def _mismatch(self, items: Piece, copies: Ints) -> Problem:
+        stories: dict[str, list[int]] = {}
+        for item in copies.tolist():
+            stories.setdefault(self._chunk(items, item), []).append(int(items.rank[item]))
+        told = [f"{chunk} on {list_ranks(ranks)}" for chunk, ranks in stories.items()]
+        row = self._row(items, int(copies[0]))
+        ranks = tuple(sorted(ranks[0] for ranks in stories.values()))
+        return Problem("conflict", row.fqn, ranks, f"{row.fqn!r}: {' but '.join(told[:4])}")
+
+    def _overlap(self, chunks: Chunks, pair: list[int]) -> Problem:
+        items = chunks.items
+        one, other = chunks.first[pair].tolist()
+        ranks = [int(items.rank[one]), int(items.rank[other])]
+        row = self._row(items, one)
+        text = (
+            f"{row.fqn!r}: {self._chunk(items, one)} (rank {ranks[0]}) overlaps"
+            f" {self._chunk(items, other)} (rank {ranks[1]})"
+        )
+        return Problem("overlap", row.fqn, tuple(sorted(set(ranks))), text)
+
+    def _gap(self, chunks: Chunks, of_key: slice, held: int) -> Problem:
+        key, first = int(chunks.key[of_key.start]), chunks.first[of_key]
+        row = self._table.rows[key]
+        ranks = sorted(set(chunks.items.rank[first].tolist()))
+        needed = int(self._table.rows_bound[key] * self._table.inner[key])
+        text = (
+            f"{row.fqn!r} of size {row.size}: the {len(first)} chunks of {list_ranks(ranks)}"
+            f" hold {held} of {needed} elements"
+        )
+        return Problem("gap", row.fqn, tuple(ranks[:8]), text)
+
+
+def _describe(row: KeyRow) -> str:
+    return "a value" if row.is_value else f"a {row.dtype} tensor of size {row.size}"
+
+
+_MAX_LAYERS = 62  # bits of a word
+_MAX_TIERS = 1024  # exponents of a double
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicated:
+    """Chunks that the same number of ranks hold.
+
+    Attributes:
+        ranks: Per chunk its holders, ascending; chunks x holders.
+        cost_bytes: Per chunk what writing it costs.
+    """
+
+    ranks: Ints
+    cost_bytes: Ints
+
+
+def choose_writers(classes: list[Replicated], load_bytes: Ints) -> list[Ints]:
+    """Choose one holder of each replicated chunk.
+
+    Args:
+        classes: The chunks, by number of holders.
+        load_bytes: Per rank what it writes in any case; what is chosen is added in place.
+
+    Returns:
+        Per class and chunk, the column of ``ranks`` that writes it.
+    """
+    schedules = [_schedule(one, len(load_bytes)) for one in classes]
+    chosen = [np.zeros(len(one.cost_bytes), np.int64) for one in classes]
+    steps = sorted(
+        (
+            (-tier, one.ranks.shape[1], number, step)
+            for number, one in enumerate(classes)
+            for step, (tier, _) in enumerate(schedules[number])
+        ),
+    )
+    for _, _, number, step in steps:
+        one, now = classes[number], schedules[number][step][1]
+        ranks = one.ranks[now]
+        column = load_bytes[ranks].argmin(axis=1)
+        chosen[number][now] = column
+        load_bytes[ranks[np.arange(len(now)), column]] += one.cost_bytes[now]
+    return chosen
+
+
+def _schedule(chunks: Replicated, num_ranks: int) -> list[tuple[int, Ints]]:
+    """Cut the chunks into steps that touch no rank twice, each with the tier of its costs."""
+    first_of_set, set_of = _distinct_sets(chunks.ranks, num_ranks)
+    layer = _layers(chunks.ranks[first_of_set], num_ranks)[set_of]
+    tier = np.frexp(chunks.cost_bytes.astype(np.float64))[1].astype(np.int64)
+    # Largest first within a set, in the order of the chunks where they are equal.
+    order = np.lexsort((-chunks.cost_bytes, set_of))
+    turn = np.empty(len(order), np.int64)
+    turn[order] = _positions_in_runs(set_of[order] * (_MAX_TIERS + 1) + tier[order])
+    order = np.lexsort((turn, layer, -tier))
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = False
+    for column in (turn, layer, tier):
+        is_first[1:] |= column[order[1:]] != column[order[:-1]]
+    bounds = [*np.flatnonzero(is_first).tolist(), len(order)]
+    return [(int(tier[order[low]]), order[low:high]) for low, high in pairwise(bounds)]
+
+
+def _distinct_sets(ranks: Ints, num_ranks: int) -> tuple[Ints, Ints]:
+    """Return one chunk of each distinct set of ranks, and each chunk's set."""
+    spread = _mix(np.arange(num_ranks))
+    if ranks.shape[1] > len(ranks):
+        name = spread[ranks].sum(axis=1, dtype=np.uint64)
+    else:
+        name = np.zeros(len(ranks), np.uint64)
+        for column in ranks.T:
+            name += spread[column]
+    _, first, inverse = np.unique(name, return_index=True, return_inverse=True)
+    if not (ranks == ranks[first[inverse]]).all():  # two sets of one name: once in 2**64
+        _, first, inverse = np.unique(ranks, axis=0, return_index=True, return_inverse=True)
+    # Number the sets by their first chunk, so that no hash decides anything.
+    by_first = np.argsort(first, kind="stable")
+    number = np.empty(len(first), np.int64)
+    number[by_first] = np.arange(len(first))
+    return first[by_first], number[inverse.reshape(-1)]
+
+
+def _mix(ranks: Ints) -> Ints:
+    """Spread ranks over 64 bits (the finaliser of splitmix64)."""
+    bits = ranks.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Ints = bits ^ (bits >> np.uint64(31))
+    return mixed
+
+
+def _layers(sets: Ints, num_ranks: int) -> Ints:
+    """Give each set a layer so that no two sets of a layer have a rank in common."""
+    used = np.zeros(num_ranks, np.int64)  # per rank, the layers that have a set with it
+    layers = np.empty(len(sets), np.int64)
+    next_lone = _MAX_LAYERS
+    for number, ranks in enumerate(sets):
+        taken = int(np.bitwise_or.reduce(used[ranks]))
+        layer = (~taken & (taken + 1)).bit_length() - 1
+        if layer < _MAX_LAYERS:
+            used[ranks] |= 1 << layer
+            layers[number] = layer
+        else:  # more overlaps than bits: a layer of its own
+            layers[number] = next_lone
+            next_lone += 1
+    return layers
+
+
+def _positions_in_runs(values: Ints) -> Ints:
+    """Return each element's position in its run of equal values."""
+    positions = np.arange(len(values))
+    is_first = np.ones(len(values), bool)
+    is_first[1:] = values[1:] != values[:-1]
+    result: Ints = positions - np.maximum.accumulate(np.where(is_first, positions, 0))
+    return result
+
+
+RECORD_BYTES = 1024  # what a ``torch.save`` record adds to its payload, for the balance
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenWriters:
+    """Who writes what.
+
+    Attributes:
+        is_kept: Per item in the order of the layout, whether its rank writes it.
+        positions: Per kept item, its chunk's position among those of the key; None if
+            nobody asked.
+        load_bytes: Payload bytes per rank.
+    """
+
+    is_kept: Ints
+    positions: Ints | None
+    load_bytes: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Replicas:
+    """Chunks that the same number of ranks hold.
+
+    Attributes:
+        at: Chunks x copies, the items by rank.
+        ranks: Their ranks.
+        cost_bytes: Per chunk what writing it costs.
+        position: Per chunk its position among those of its key.
+    """
+
+    at: Ints
+    ranks: Ints
+    cost_bytes: Ints
+    position: Ints
+
+
+class Writers:
+    """Collects chunks, then chooses a writer of each.
+
+    Args:
+        num_items: Items of all ranks.
+        num_ranks: Ranks of the group.
+        with_positions: Whether to find out `ChosenWriters.positions`.
+    """
+
+    def __init__(self, num_items: int, num_ranks: int, *, with_positions: bool = False) -> None:
+        self._is_kept = np.zeros(num_items, bool)
+        self._positions = np.zeros(num_items, np.int32) if with_positions else None
+        self._load_bytes = np.zeros(num_ranks, np.int64)  # records included
+        self._num_records = np.zeros(num_ranks, np.int64)
+        self._replicas: dict[int, list[_Replicas]] = {}
+
+    def add(self, chunks: Chunks, payload_bytes: Ints) -> None:
+        """Take the chunks of further keys, all of each key at once."""
+        of_key = np.diff(chunks.key, prepend=-1) != 0
+        number = np.arange(len(of_key))
+        position = number - np.maximum.accumulate(np.where(of_key, number, 0))
+        num_copies = chunks.num_copies
+        lone = np.flatnonzero(num_copies == 1)
+        self._keep(chunks.items.at[chunks.first[lone]], position[lone])
+        self._load(chunks.items.rank[chunks.first[lone]], payload_bytes[lone])
+        counts = 2 + np.flatnonzero(np.bincount(num_copies)[2:])
+        for count in counts.tolist():
+            chosen = np.flatnonzero(num_copies == count)
+            replicas = _Replicas(
+                *self._copies(chunks, chosen, count),
+                payload_bytes[chosen] + RECORD_BYTES,
+                position[chosen].astype(np.int32),
+            )
+            self._replicas.setdefault(count, []).append(replicas)
+
+    def _copies(self, chunks: Chunks, chosen: Ints, count: int) -> tuple[Ints, Ints]:
+        copies = chunks.first[chosen, None] + np.arange(count)
+        at, ranks = chunks.items.at[copies], chunks.items.rank[copies]
+        if not (ranks[:, 1:] > ranks[:, :-1]).all():
+            by_rank = np.argsort(ranks, axis=1, kind="stable")
+            at = np.take_along_axis(at, by_rank, axis=1)
+            ranks = np.take_along_axis(ranks, by_rank, axis=1)
+        return at, ranks
+
+    def _keep(self, at: Ints, position: Ints) -> None:
+        self._is_kept[at] = True
+        if self._positions is not None:
+            self._positions[at] = position
+
+    def _load(self, ranks: Ints, payload_bytes: Ints) -> None:
+        num_ranks = len(self._num_records)
+        num_records = np.bincount(ranks, minlength=num_ranks)
+        # Exact: a piece's sum stays below 2**53, where a double's mantissa ends, as long as
+        # its chunks have 64 GiB on average.
+        load_bytes = np.bincount(ranks, payload_bytes, num_ranks).astype(np.int64)
+        self._num_records += num_records
+        self._load_bytes += load_bytes + RECORD_BYTES * num_records
+
+    def choose(self) -> ChosenWriters:
+        """Choose the writers of replicated chunks, the others being chosen already."""
+        classes = [_join(self._replicas.pop(count)) for count in sorted(self._replicas)]
+        balanced = [Replicated(one.ranks, one.cost_bytes) for one in classes]
+        for one, column in zip(classes, choose_writers(balanced, self._load_bytes), strict=True):
+            chosen = np.arange(len(column)), column
+            self._keep(one.at[chosen], one.position)
+            self._num_records += np.bincount(one.ranks[chosen], minlength=len(self._num_records))
+        payload_bytes = self._load_bytes - RECORD_BYTES * self._num_records
+        return ChosenWriters(self._is_kept, self._positions, payload_bytes)
+
+
+def _join(parts: list[_Replicas]) -> _Replicas:
+    return _Replicas(
+        np.concatenate([part.at for part in parts]),
+        np.concatenate([part.ranks for part in parts]),
+        np.concatenate([part.cost_bytes for part in parts]),
+        np.concatenate([part.position for part in parts]),
+    )
+
+
+def merge_save_plans(
+    packed: Sequence[bytes | PackedPlan],
+    *,
+    require_full: bool | None = None,
+    with_hints: bool = False,
+) -> GlobalSavePlan:
+    """Choose who writes what and check that it makes a whole checkpoint.
+
+    Coordinator only; pure: the same plans give the same answer in any process.
+
+    Args:
+        packed: Each rank's packed save plan, by rank of the group.
+        require_full: Whether the chunks of a tensor must fill it. By default only if there
+            is more than one rank, as in DCP.
+        with_hints: Send each kept item's position in the metadata along.
+
+    Raises:
+        PlanError: If plans contradict each other, a chunk lies outside its tensor, is
+            planned twice by one rank, or chunks overlap or leave a gap.
+        ConfigError: If a plan refers to one of an earlier save, as DCP's own plan cache
+            makes them, or is no save plan.
+        CorruptError: If the bytes are damaged.
+    """
+    plans = [one if isinstance(one, PackedPlan) else PackedPlan.from_bytes(one) for one in packed]
+    _check_usable(plans)
+    table = join_tables(plans)
+    items = read_items(plans, table)
+    writers = Writers(len(items.start), len(plans), with_positions=with_hints)
+    full = len(plans) > 1 if require_full is None else require_full
+    chunks = _go_through(items, table, writers, require_full=full)
+    layout = items.layout
+    del items  # half of the memory
+    chosen = writers.choose()
+    digests = tuple(plan.digest for plan in plans)
+    return GlobalSavePlan(
+        rows=tuple(table.rows),
+        paths=table.paths,
+        chunks=chunks,
+        digests=digests,
+        decisions=encode_decisions(
+            layout.to_ranks(chosen.is_kept),
+            digests,
+            None if chosen.positions is None else layout.to_ranks(chosen.positions),
+        ),
+        load_bytes=chosen.load_bytes,
+        extras=_extras(plans),
+    )
+
+
+def _go_through(
+    items: Items, table: KeyTable, writers: Writers, *, require_full: bool
+) -> ChunkColumns:
+    """Check all items and tell the writers of their chunks."""
+    inspector, record = Inspector(items.boxes, table), ChunkRecord(items.boxes)
+    inspector.check_keys()
+    inspector.raise_problems()
+    for piece in pieces(items, len(table.rows)):
+        if not inspector.check_bounds(piece):
+            continue
+        chunks = find_chunks(piece, items.boxes, table)
+        if not inspector.check_copies(chunks):
+            continue
+        inspector.check_chunks(chunks, require_full=require_full)
+        record.add(chunks)
+        writers.add(chunks, chunks.num_elements * table.item_bytes[chunks.key])
+    inspector.raise_problems()
+    return record.finish(len(table.rows))
+
+
+def _check_usable(plans: Sequence[PackedPlan]) -> None:
+    for rank, plan in enumerate(plans):
+        if plan.has(PlanFlag.IS_UNUSABLE):
+            raise ConfigError(
+                f"rank {rank} sent no plan but a reference to one of an earlier save; turn off"
+                " enable_plan_caching in its planner: packed plans are cached by content anyway"
+            )
+
+
+def _extras(plans: Sequence[PackedPlan]) -> dict[int, bytes]:
+    found = {}
+    for rank, plan in enumerate(plans):
+        data = plan.first_of(PartKind.EXTRAS)
+        if data is not None:
+            found[rank] = bytes(data)
+    return found

@@ -1,0 +1,172 @@
+"""What a save accepts, and how values travel between planners and storage.
+
+A value is stored as a ``torch.save`` record, which every reader of DCP checkpoints knows. One that
+``torch.load(weights_only=True)`` would not give back as it was gets an encoding beside it
+(`dcpstore.format.values`), which our load planner reads instead.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.format.tensors import is_plain, load_record, unsaveable_reason
+from dcpstore.format.values import (
+    UnsupportedValueError,
+    check_value,
+    decode_value,
+    encode_value,
+    is_encoded,
+    opens_as_saved,
+)
+from dcpstore.format.views import RangeView
+from dcpstore.torch_private import refused_globals
+
+_MOST_NAMED = 10
+_SMALL_RECORD_BYTES = 1 << 16
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_SCALARS = frozenset((float, str, bool, type(None)))
+
+
+class ValueRecord(io.BytesIO):
+    """A value's ``torch.save`` bytes, as DCP's contract has it, and its encoding.
+
+    Attributes:
+        encoded: The same value without pickle; None where ``torch.load`` needs none.
+    """
+
+    encoded: bytes | None = None
+
+
+def check_all(state_dict: Mapping[str, Any], *, allow_pickle: bool) -> None:
+    """Check that everything in a flattened state dict can be loaded again.
+
+    Args:
+        state_dict: Tensors and values by key.
+        allow_pickle: Whether values may be saved that only plain pickle opens again.
+
+    Raises:
+        IncompatibleError: Naming what cannot, its key and type, and what to do.
+    """
+    problems = []
+    for name, value in state_dict.items():
+        kind = type(value)
+        if kind in _SCALARS or (kind in _TENSORS and is_plain(value)):
+            continue
+        if isinstance(value, torch.Tensor):
+            reason = unsaveable_reason(value)
+            if reason is not None:
+                problems.append(f"{name!r} is {reason}")
+        elif not (allow_pickle or _has_hooks(value) or opens_as_saved(value)):
+            try:
+                check_value(value)
+            except UnsupportedValueError as error:
+                problems.append(_refusal(name, error))
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
+        more = len(problems) - _MOST_NAMED
+        raise IncompatibleError(
+            "the state dict holds what a load could not give back; nothing was written:\n"
+            + shown
+            + (f"\n  and {more} more" if more > 0 else "")
+        )
+
+
+def _has_hooks(value: object) -> bool:
+    """Tell whether a value plans its own items, as DCP's protocol allows."""
+    return hasattr(value, "__create_write_items__")
+
+
+def _refusal(name: str, error: UnsupportedValueError) -> str:
+    hint = error.hint or "save what it is made of: numbers, text, lists, dictionaries, tensors"
+    return (
+        f"{name!r} holds {error}, which only plain pickle could save: {hint}; or leave it out, or"
+        " pass SavePlanner(allow_pickle=True) and, to load, LoadPlanner(allow_pickle=True)"
+    )
+
+
+def record_of(name: str, value: Any, *, allow_pickle: bool) -> ValueRecord:
+    """Return what is stored of a value.
+
+    Raises:
+        IncompatibleError: If only plain pickle could save it and ``allow_pickle`` is False, or if
+            not even that can.
+    """
+    stream = ValueRecord()
+    if type(value) not in _SCALARS and not opens_as_saved(value):
+        try:
+            stream.encoded = encode_value(value)
+        except UnsupportedValueError as error:
+            if not allow_pickle:
+                raise IncompatibleError(_refusal(name, error)) from error
+    try:
+        torch.save(value, stream)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise IncompatibleError(
+            f"{name!r} is a {type(value).__name__} that cannot be pickled: {error}"
+        ) from error
+    return stream
+
+
+def refused_names(record: memoryview) -> list[str]:
+    """Return what a ``torch.save`` record names that ``torch.load(weights_only=True)`` refuses.
+
+    Nothing is unpickled. Of what is no record of that form nothing is known: an empty list.
+    """
+    # A name takes two lines of the pickle, and the rest of a small record has one.
+    if len(record) <= _SMALL_RECORD_BYTES and bytes(record).count(b"\n") < 2:
+        return []
+    try:
+        with zipfile.ZipFile(RangeView.over_buffer(record)) as archive:
+            pickles = [one for one in archive.namelist() if one.endswith("/data.pkl")]
+            if len(pickles) != 1 or archive.getinfo(pickles[0]).file_size > len(record):
+                return []
+            return refused_globals(_names_in(archive.read(pickles[0])))
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return []
+
+
+def _names_in(data: bytes) -> list[tuple[str, str]]:
+    if b"\n" not in data:
+        return []
+    found = [one for opcode, one, _ in pickletools.genops(data) if opcode.name == "GLOBAL"]
+    return [(module, name) for module, _, name in (str(one).partition(" ") for one in found)]
+
+
+def open_record(name: str, stream: io.BytesIO, target: object, *, allow_pickle: bool) -> Any:
+    """Return the value of a record or of an encoding.
+
+    Args:
+        name: Its key in the checkpoint, for messages.
+        stream: The bytes.
+        target: What it replaces; where classes of instances come from.
+        allow_pickle: Open a record with plain pickle, which runs code that lies in the bucket.
+
+    Raises:
+        CorruptError: If the bytes are damaged, or name code to run and ``allow_pickle`` is False.
+        IncompatibleError: If it is an instance of a class that the target does not hold.
+    """
+    try:
+        with stream.getbuffer() as data:
+            if is_encoded(data):
+                return decode_value(data, target)
+            return load_record(data, "its record", allow_pickle=allow_pickle)
+    except IncompatibleError as error:
+        raise IncompatibleError(f"{name!r}: {error.message}") from error
+    except CorruptError as error:
+        raise CorruptError(f"{name!r}: {error.message}", fqn=name) from error
+    except pickle.UnpicklingError as error:
+        raise CorruptError(
+            f"the value {name!r} names more than plain data; it was not run. If you trust the"
+            " checkpoint, pass allow_pickle=True (LoadPlanner(allow_pickle=True)), or name its"
+            " classes with torch.serialization.add_safe_globals. Torch says: "
+            + str(error).partition("\n")[0],
+            fqn=name,
+        ) from error

@@ -1,1 +1,0 @@
-"""Pure planning: what goes into which object, and which bytes a load needs."""

@@ -1,0 +1,75 @@
+"""Calls into planners, readers and writers that others wrote."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dcpstore.errors import RankFailures
+from dcpstore.ranks import RankGroup, open_group
+from dcpstore.store.location import redact
+
+Ranks: TypeAlias = "dist.ProcessGroup | RankGroup | None"
+"""The ranks that work together: a process group, an open rank group, or None for all."""
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, int, float, str})
+
+
+def is_stateful(value: object) -> bool:
+    """Tell whether a value follows DCP's ``Stateful`` protocol."""
+    # Asking the protocol takes 15 us, and a state may hold 100,000 plain tensors.
+    return type(value) not in _PLAIN and isinstance(value, Stateful)
+
+
+@contextmanager
+def join_ranks(
+    ranks: Ranks,
+    coordinator_rank: int,
+    deadline_s: float,
+    *,
+    action: str,
+    url: str | os.PathLike[str] | None,
+) -> Iterator[RankGroup]:
+    """Open a group for one save or load; one that is open already stays the caller's.
+
+    The action and the URL tell groups apart, so that a rank that missed one does not join
+    the next by mistake.
+    """
+    if ranks is not None and not isinstance(ranks, dist.ProcessGroup):
+        yield ranks
+        return
+    subject = "" if url is None else redact(os.fspath(url))
+    with open_group(
+        ranks, coordinator_rank, deadline_s=deadline_s, purpose=action, subject=subject
+    ) as group:
+        yield group
+
+
+def call_set_up(function: Callable[..., Any], *args: Any, **optional: Any) -> Any:
+    """Call a set-up method with those optional arguments that it takes.
+
+    DCP's protocol gained arguments over time (``storage_meta``, ``rank``,
+    ``use_collectives``); older implementations do not know them.
+    """
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        optional = {name: value for name, value in optional.items() if name in parameters}
+    return function(*args, **optional)
+
+
+@contextmanager
+def plain_cause_of_one(group: RankGroup) -> Iterator[None]:
+    """Where there is but one rank, raise what went wrong rather than that a rank failed."""
+    try:
+        yield
+    except RankFailures as failures:
+        if group.size == 1 and failures.__cause__ is not None:
+            raise failures.__cause__ from failures.__cause__.__cause__
+        raise

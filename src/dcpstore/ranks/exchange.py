@@ -1,0 +1,695 @@
+"""The protocol of one step: every rank gets its part, or every rank raises the same.
+
+Calls in order; ``N`` counts the steps of a group, and keys are on the group's board:
+
+1. Every rank runs `produce` and posts its answer at ``N/u/{rank}``: its value, or why it has
+   none. A value that is too large to post is only announced.
+2. The coordinator waits for all answers, or until its deadline.
+3. Where values were announced, the coordinator posts ``N/g``; those ranks send by lane.
+4. The coordinator runs `combine`, posts the parts at ``N/p`` (one for all) or ``N/p/{rank}``,
+   and settles ``N/d``: the step goes on, or failed, with the cause for each failing rank.
+5. Every rank reads ``N/d``, takes its part, runs `consume`, and posts at ``N/a/{rank}``
+   whether that went well.
+6. The coordinator waits for all of these and settles ``N/e``, which every rank reads: only
+   then does a rank return.
+
+``N/d`` and ``N/e`` are registers that the first to settle fixes for all. So a rank whose
+deadline passes does not guess: it proposes that whoever has not answered failed, or else the
+coordinator, and all ranks read the same decision. So does a rank that is interrupted while it
+waits. A rank that comes late finds the decision there and raises the same error.
+
+Keys go when nobody can want them: those of a step once every rank has answered in a later one,
+and those of the last step when ranks leave the group.
+
+The verbs that every group has, whatever carries its messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from typing_extensions import Buffer, Self
+
+from dcpstore.errors import ConfigError, RankFailures
+from dcpstore.ranks import steps
+from dcpstore.ranks.board import Board, BoardLostError
+from dcpstore.ranks.group import (
+    Answer,
+    Blob,
+    Cause,
+    Decision,
+    LaneOrder,
+    Pending,
+    RankGroup,
+    describe,
+)
+from dcpstore.ranks.lanes import BULK_BYTES, Bulk, LaneMaker, Lanes
+
+T = TypeVar("T")
+
+_SILENT = "did not answer in time: it hangs, was killed, or never came to this step"
+_UNDECIDED = "has every rank's answer but did not decide in time: it hangs or was killed"
+
+
+@dataclass(slots=True)
+class _Call(Generic[T]):
+    """One step as this rank goes through it.
+
+    Args:
+        name: The step's name.
+        label: The same with the subject: what ranks compare.
+        number: Its place in the group's sequence.
+        produce: See `RankGroup.exchange`.
+        combine: As above.
+        consume: As above.
+        clock: Seconds that only grow.
+        deadline_s: Seconds from now until the step must be over.
+        opens_lanes: Whether it leaves lanes open.
+    """
+
+    name: str
+    label: str
+    number: int
+    produce: Callable[[], Blob]
+    combine: Callable[[list[Blob]], Sequence[Blob]]
+    consume: Callable[[Blob], T]
+    clock: Callable[[], float]
+    deadline_s: float
+    opens_lanes: bool
+    entered: float = 0.0
+    is_reported: bool = False  # the others know of whatever this rank raises
+
+    def __post_init__(self) -> None:
+        self.entered = self.clock()
+
+    @property
+    def grace_s(self) -> float:
+        """How long to wait for others at least, for a rank that is itself late."""
+        return min(0.1 * self.deadline_s, 1.0)
+
+    def left_s(self, kind: str = "u") -> float:
+        """Seconds left for answers of a kind; the second kind gets what the first leaves."""
+        reserve = min(0.2 * self.deadline_s, 10.0) if kind == "u" else self.grace_s
+        return max(self.entered + self.deadline_s - reserve - self.clock(), self.grace_s)
+
+    def key(self, kind: str, rank: int | None = None) -> str:
+        return f"{self.number}/{kind}" if rank is None else f"{self.number}/{kind}/{rank}"
+
+
+_DECISION_OF = {"u": "d", "a": "e"}
+
+
+class Exchange:
+    """Runs the steps of one rank. One thread at a time.
+
+    Args:
+        board: Shared by the group's ranks and used by this exchange alone.
+        rank: This rank.
+        size: Number of ranks.
+        coordinator: The rank that combines.
+        bulk: Carries what is too large for the board.
+        subject: What the steps are about; ranks with another subject are in another step.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        size: int,
+        coordinator: int,
+        *,
+        bulk: Bulk,
+        subject: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._board = board
+        self._rank = rank
+        self._size = size
+        self._coordinator = coordinator
+        self._bulk = bulk
+        self._subject = subject
+        self._clock = clock
+        self._number = 0
+        self._own_keys: list[str] = []
+        self._open_steps: list[int] = []  # whose decisions somebody may still want
+        self._had_failure = False
+        self._current: _Call[Any] | None = None
+
+    @property
+    def _leads(self) -> bool:
+        return self._rank == self._coordinator
+
+    def run(
+        self,
+        step: str,
+        produce: Callable[[], Blob],
+        combine: Callable[[list[Blob]], Sequence[Blob]],
+        consume: Callable[[Blob], T],
+        deadline_s: float,
+        *,
+        opens_lanes: bool = False,
+    ) -> T:
+        """Run one step; see the module for its calls, `RankGroup.exchange` for the arguments.
+
+        Args:
+            step: Names the step in errors.
+            produce: Makes this rank's blob.
+            combine: Coordinator only.
+            consume: Turns this rank's part into the result.
+            deadline_s: Seconds from now until the step is over.
+            opens_lanes: Whether to leave lanes open among all ranks; the same on all.
+
+        Raises:
+            RankFailures: On every rank alike.
+        """
+        label = f"{step} of {self._subject}" if self._subject else step
+        functions = (produce, combine, consume, self._clock)
+        call = _Call(step, label, self._number, *functions, deadline_s, opens_lanes)
+        self._number += 1
+        self._open_steps.append(call.number)
+        self._current = call
+        try:
+            return self._run(call)
+        except BoardLostError as lost:
+            raise RankFailures(step, {lost.rank: str(lost)}) from lost
+        finally:
+            self._current = None
+
+    def bound_s(self, timeout_s: float) -> float:
+        """Shorten a wait inside a step's function, so that its failure can still be told."""
+        call = self._current
+        return timeout_s if call is None else min(timeout_s, call.left_s() - call.grace_s)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """End this rank's part; with an error, the others learn of it in their next step."""
+        board = self._board
+        if error is not None and not isinstance(error, RankFailures | BoardLostError):
+            cause = describe(error, during="left the group before this step, with ")
+            board.post(f"{self._number}/u/{self._rank}", Answer("", cause).encode())
+            board.count("left")
+        if not self._had_failure:  # or else somebody may still be reading who failed
+            board.drop(self._own_keys)
+        if board.count("closed") < self._size:
+            return
+        steps, ranks = [*self._open_steps, self._number], range(self._size)
+        keys = [f"{number}/{kind}" for number in steps for kind in "degp"]
+        if self._had_failure or board.count("left") > 1:
+            keys += [f"{number}/{kind}/{r}" for number in steps for kind in "uap" for r in ranks]
+        board.drop([*keys, "left", "closed"])
+
+    # --- the calls of one step, in order -------------------------------------------
+
+    def _run(self, call: _Call[T]) -> T:
+        try:
+            blob, cause = self._produce(call)
+            parts = self._lead(call, blob) if self._leads else ()
+            decision = self._read_start(call, blob)
+            self._forget_earlier(call, decision)
+            self._stop_if_failed(call, decision, cause)
+            result, cause = self._consume(call, decision, parts)
+            if self._leads:
+                self._conclude(call)
+            self._stop_if_failed(call, self._await(call, "a"), cause)
+        except BoardLostError:
+            raise
+        except BaseException as error:
+            self._had_failure = True
+            if call.is_reported:
+                raise
+            decision = self._veto(call, error)
+            if isinstance(error, Exception) and decision.is_failed:
+                raise decision.error(call.name) from error
+            raise
+        assert result is not None
+        return result[0]
+
+    def _produce(self, call: _Call[T]) -> tuple[Blob, Exception | None]:
+        """Call 1. Returns the blob, or the error that this rank answered with."""
+        held = self._bulk.held_name
+        try:
+            blob = call.produce()
+        except BaseException as error:  # noqa: BLE001 - a rank's boundary: raised on every rank
+            return b"", self._report(call, "u", error)
+        size = self._bulk.size_by_lane(blob)
+        if self._leads:
+            answer = Answer(call.label, lanes=held)
+        elif size:
+            answer = Answer(call.label, bulk_bytes=size, lanes=held)
+        else:
+            answer = Answer(call.label, blob=blob, lanes=held)
+        self._answer(call, "u", answer)
+        return blob, None
+
+    def _lead(self, call: _Call[T], own: Blob) -> Sequence[Blob]:
+        """Calls 2 to 4, on the coordinator. Returns the parts, if it came that far."""
+        answers, decision = self._collect(call, "u", call.left_s())
+        if decision.is_failed:
+            self._board.settle(call.key("d"), decision.encode())
+            return ()
+        order = self._bulk.order(call.number, answers)
+        blobs = [own if answer.blob is None else answer.blob for answer in answers]
+        sizes = {rank: a.bulk_bytes for rank, a in enumerate(answers) if a.bulk_bytes}
+        if sizes:
+            self._board.post(call.key("g"), Decision(order=order).encode())
+            for rank, blob in self._bulk.pull(order, sizes, call.left_s).items():
+                blobs[rank] = blob
+        parts = call.combine(blobs)
+        if len(parts) not in (1, self._size):
+            raise ValueError(f"{len(parts)} parts were made for {self._size} ranks")
+        self._hand_out(call, parts, order)
+        return parts
+
+    def _hand_out(self, call: _Call[T], parts: Sequence[Blob], order: LaneOrder) -> None:
+        """Post the small parts, then settle that the step goes on."""
+        is_shared = len(parts) == 1
+        sizes = tuple(self._bulk.size_by_lane(part) for part in parts)
+        posted: list[str] = []
+        for rank, part in enumerate(parts):
+            if not sizes[rank] and (is_shared or rank != self._rank):
+                self._board.post(key := call.key("p", None if is_shared else rank), part)
+                posted.append(key)
+        decision = Decision(
+            is_complete=True,
+            order=order if call.opens_lanes or any(sizes) else None,
+            bulk_bytes=sizes,
+            is_shared=is_shared,
+        )
+        settled = self._board.settle(call.key("d"), decision.encode())
+        if Decision.decode(settled).is_failed:
+            self._board.drop(posted)
+
+    def _read_start(self, call: _Call[T], own: Blob) -> Decision:
+        """Call 5's wait for the first decision, sending this rank's value if told to."""
+        go = call.key("g")
+        if not self._leads and not self._board.wait([call.key("d")], call.left_s(), unless=go):
+            told = self._board.fetch([go]).get(go)
+            order = None if told is None else Decision.decode(told).order
+            if order is not None:
+                self._bulk.push(order, own, call.left_s)
+        return self._await(call, "u")
+
+    def _forget_earlier(self, call: _Call[T], decision: Decision) -> None:
+        """Once every rank has answered in this step, none wants anything of earlier ones."""
+        if not decision.is_complete:
+            return
+        earlier = [number for number in self._open_steps if number != call.number]
+        self._open_steps = [call.number]
+        self._board.drop(self._own_keys[:-1])
+        self._own_keys = self._own_keys[-1:]
+        if self._leads:
+            self._board.drop([f"{number}/{kind}" for number in earlier for kind in "degp"])
+
+    def _consume(
+        self, call: _Call[T], decision: Decision, parts: Sequence[Blob]
+    ) -> tuple[tuple[T] | None, Exception | None]:
+        """Call 5. Returns the result in a tuple, or the error that this rank answered with."""
+        try:
+            result = call.consume(self._take_part(call, decision, parts))
+        except BoardLostError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - as in _produce
+            return None, self._report(call, "a", error)
+        self._answer(call, "a", Answer(call.label))
+        return (result,), None
+
+    def _take_part(self, call: _Call[T], decision: Decision, parts: Sequence[Blob]) -> Blob:
+        blob = self._bulk.distribute(decision, parts, lambda: call.left_s("a"))
+        if blob is not None:
+            return blob
+        if self._leads:
+            return parts[0 if decision.is_shared else self._rank]
+        key = call.key("p", None if decision.is_shared else self._rank)
+        if not decision.is_shared:
+            self._own_keys.append(key)
+        return self._board.fetch([key])[key]
+
+    def _conclude(self, call: _Call[T]) -> None:
+        """Call 6, on the coordinator."""
+        _, decision = self._collect(call, "a", call.left_s("a"))
+        self._board.settle(call.key("e"), decision.encode())
+
+    # --- answers and decisions -----------------------------------------------------
+
+    def _answer(self, call: _Call[T], kind: str, answer: Answer) -> None:
+        self._own_keys.append(call.key(kind, self._rank))
+        self._board.post(self._own_keys[-1], answer.encode())
+
+    def _report(self, call: _Call[T], kind: str, error: BaseException) -> Exception:
+        """Answer that this rank failed, and return why; what is no Exception is raised on.
+
+        A coordinator that leaves so decides first, with what answers come in a moment: the
+        others would have nobody to wait for.
+        """
+        self._answer(call, kind, Answer(call.label, describe(error)))
+        if isinstance(error, Exception):
+            return error
+        call.is_reported = True
+        if self._leads:
+            _, decision = self._collect(call, kind, call.grace_s)
+            heard = {r: c for r, c in decision.failures.items() if c.text != _SILENT}
+            decision = Decision.failed(heard, is_complete=decision.is_complete)
+            self._board.settle(call.key(_DECISION_OF[kind]), decision.encode())
+        raise error
+
+    def _collect(
+        self, call: _Call[T], kind: str, timeout_s: float
+    ) -> tuple[list[Answer], Decision]:
+        """Wait for all answers, or for a decision without them; see `_judge`."""
+        keys = [call.key(kind, rank) for rank in range(self._size)]
+        self._board.wait(keys, timeout_s, unless=call.key(_DECISION_OF[kind]))
+        return self._judge(call, kind)
+
+    def _judge(self, call: _Call[T], kind: str) -> tuple[list[Answer], Decision]:
+        """Read the answers and say what they come to. The answers are by rank if all is well."""
+        posted = self._board.fetch(keys := [call.key(kind, rank) for rank in range(self._size)])
+        answers: list[Answer] = []
+        failures: dict[int, Cause] = {}
+        for rank, key in enumerate(keys):
+            if key not in posted:
+                failures[rank] = Cause(_SILENT)
+                continue
+            answer = Answer.decode(posted[key])
+            answers.append(answer)
+            if answer.cause is not None:
+                failures[rank] = answer.cause
+            elif answer.step != call.label:
+                text = f"is in step {answer.step!r}, rank {self._rank} in {call.label!r}"
+                failures[rank] = Cause(f"{text}: ranks must run the same steps in one order")
+        return answers, Decision.failed(failures, is_complete=len(answers) == self._size)
+
+    def _await(self, call: _Call[T], kind: str) -> Decision:
+        """Read a decision; if none comes in time, make one with what answers there are."""
+        name = call.key(_DECISION_OF[kind])
+        if self._board.wait([name], call.left_s(kind)):
+            return Decision.decode(self._board.fetch([name])[name])
+        _, decision = self._judge(call, kind)
+        if decision.is_complete:
+            failures = {self._coordinator: Cause(_UNDECIDED), **decision.failures}
+            decision = Decision.failed(failures, is_complete=True)
+        return Decision.decode(self._board.settle(name, decision.encode()))
+
+    def _veto(self, call: _Call[T], error: BaseException) -> Decision:
+        """Fail the step for everybody, in whichever of its decisions is still open."""
+        decision = Decision()
+        mine = Decision.failed({self._rank: describe(error)}).encode()
+        for kind in "de":
+            try:
+                decision = Decision.decode(self._board.settle(call.key(kind), mine))
+            except BoardLostError:
+                break  # nobody left to tell; the error at hand goes on
+            if decision.is_failed:
+                break
+        return decision
+
+    def _stop_if_failed(self, call: _Call[T], decision: Decision, cause: Exception | None) -> None:
+        if decision.is_failed:
+            call.is_reported = True
+            raise decision.error(call.name) from cause
+
+
+class _Verbs(RankGroup):
+    """Object verbs by way of `exchange`."""
+
+    def __init__(self, rank: int, size: int, coordinator: int, deadline_s: float) -> None:
+        if not 0 <= coordinator < size:
+            raise ConfigError(f"coordinator {coordinator} is no rank of a group of {size}")
+        if deadline_s <= 0:
+            raise ConfigError(f"deadline_s must be positive, not {deadline_s}")
+        self._rank = rank
+        self._size = size
+        self._coordinator = coordinator
+        self._deadline_s = deadline_s
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    @property
+    def coordinator(self) -> int:
+        """The rank that reduces."""
+        return self._coordinator
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank is the one that reduces."""
+        return self._rank == self._coordinator
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds a step may take where its caller says nothing else."""
+        return self._deadline_s
+
+    def broadcast(self, value: T | None) -> T:
+        """All ranks: return the coordinator's value."""
+        result: T = steps.broadcast(self, "broadcast", lambda: value)  # type: ignore[assignment]
+        return result
+
+    def gather(self, value: T) -> list[T] | None:
+        """All ranks: return the values by rank on the coordinator, None elsewhere."""
+        return steps.gather(self, "gather", lambda: value)
+
+    def all_gather(self, value: T) -> list[T]:
+        """All ranks: return the values by rank."""
+        return steps.all_gather(self, "all_gather", lambda: value)
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """All ranks: return this rank's part of the coordinator's `values`."""
+
+        def give_out(_: object) -> Sequence[T]:
+            if values is None:
+                raise ConfigError("the coordinator passes one value per rank to scatter")
+            return values
+
+        return steps.reduce_scatter(self, "scatter", lambda: None, give_out)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _no_peer(self, peer: int) -> ConfigError:
+        return ConfigError(f"rank {peer} is no other rank of this group of {self._size}")
+
+
+class SingleGroup(_Verbs):
+    """The group of one rank: what there is without a process group.
+
+    Args:
+        deadline_s: Told to whoever asks; nothing here waits.
+    """
+
+    def __init__(self, deadline_s: float = 600.0) -> None:
+        super().__init__(0, 1, 0, deadline_s)
+
+    def exchange(
+        self,
+        step: str,
+        produce: Callable[[], Blob],
+        combine: Callable[[list[Blob]], Sequence[Blob]],
+        consume: Callable[[Blob], T],
+        *,
+        deadline_s: float | None = None,
+    ) -> T:
+        """Run the three functions; `deadline_s` bounds nothing, as there is nobody to await."""
+        del deadline_s
+        return steps.alone(self, step, lambda: consume(combine([produce()])[0]))
+
+    def open_lanes(self) -> None:
+        """Do nothing: there is no other rank."""
+
+    def post_send(self, data: Buffer, to: int) -> Pending:
+        """Raise `ConfigError`: there is no other rank."""
+        del data
+        raise self._no_peer(to)
+
+    def post_receive(self, into: Buffer, source: int) -> Pending:
+        """Raise `ConfigError`: there is no other rank."""
+        del into
+        raise self._no_peer(source)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Done:
+    """A transfer of no bytes."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return at once."""
+
+
+class _Bounded:
+    """A transfer that a hung rank cannot keep from ending within the step it is part of."""
+
+    def __init__(self, pending: Pending, what: str, exchange: Exchange) -> None:
+        self._pending = pending
+        self._what = what
+        self._exchange = exchange
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the transfer is done."""
+        try:
+            self._pending.wait(self._exchange.bound_s(timeout_s))
+        except TimeoutError as error:
+            raise TimeoutError(f"{self._what}: {error}") from error
+        except ConnectionError as error:
+            raise ConnectionError(f"{self._what}: {error}") from error
+
+
+class BoardGroup(_Verbs):
+    """A group of ranks that share a board.
+
+    Args:
+        board: Shared by these ranks, for this group alone.
+        rank: This rank.
+        size: Number of ranks.
+        coordinator: The rank that reduces.
+        deadline_s: Seconds a step may take where its caller says nothing else.
+        namespace: Tells this group from others that the same ranks form.
+        lane_maker: Opens lanes; None where there are none.
+        lanes: Lanes that an earlier group of the same ranks left open; this one owns them now.
+        bulk_bytes: Values larger than this go by lane.
+        subject: See `open_group`.
+        clock: Seconds that only grow.
+        give_back: Takes the lanes when the group closes, if they are well.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        *,
+        rank: int,
+        size: int,
+        coordinator: int,
+        deadline_s: float,
+        namespace: str = "",
+        lane_maker: LaneMaker | None = None,
+        lanes: Lanes | None = None,
+        bulk_bytes: int = BULK_BYTES,
+        subject: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        give_back: Callable[[Lanes], None] = lambda lanes: lanes.close(),
+    ) -> None:
+        super().__init__(rank, size, coordinator, deadline_s)
+        self._has_lanes = lane_maker is not None
+        self._give_back = give_back
+        self._bulk = Bulk(
+            rank,
+            size,
+            coordinator,
+            namespace=namespace,
+            maker=lane_maker,
+            lanes=lanes,
+            bulk_bytes=bulk_bytes,
+        )
+        self._exchange = Exchange(
+            board, rank, size, coordinator, bulk=self._bulk, subject=subject, clock=clock
+        )
+        self._is_closed = False
+
+    def exchange(
+        self,
+        step: str,
+        produce: Callable[[], Blob],
+        combine: Callable[[list[Blob]], Sequence[Blob]],
+        consume: Callable[[Blob], T],
+        *,
+        deadline_s: float | None = None,
+    ) -> T:
+        """Run one step; see `RankGroup.exchange`."""
+        limit_s = self._limit_s(deadline_s)
+
+        def produce_or_hang_up() -> Blob:
+            try:
+                return produce()
+            except BaseException:
+                # Others may be waiting for bytes that this rank will never send or take.
+                if self._bulk.lanes is not None:
+                    self._bulk.lanes.close()
+                raise
+
+        return self._exchange.run(step, produce_or_hang_up, combine, consume, limit_s)
+
+    def open_lanes(self) -> None:
+        """All ranks: make ready to carry bytes."""
+        if not self._has_lanes:
+            raise ConfigError("these ranks have no way to carry bytes but the board")
+        self._exchange.run(
+            "open lanes",
+            bytes,
+            lambda _: [b""],
+            lambda _: None,
+            self._limit_s(None),
+            opens_lanes=True,
+        )
+
+    def post_send(self, data: Buffer, to: int) -> Pending:
+        """Begin to send contiguous host bytes to another rank."""
+        lanes = self._lanes_to(to)
+        if not memoryview(data).nbytes:
+            return _Done()
+        return self._begin(lambda: lanes.send(data, to), f"sending to rank {to}")
+
+    def post_receive(self, into: Buffer, source: int) -> Pending:
+        """Begin to receive into contiguous, writable host bytes."""
+        lanes = self._lanes_to(source)
+        if not memoryview(into).nbytes:
+            return _Done()
+        return self._begin(lambda: lanes.receive(into, source), f"receiving from rank {source}")
+
+    def _begin(self, begin: Callable[[], Pending], what: str) -> Pending:
+        try:
+            return _Bounded(begin(), what, self._exchange)
+        except ConnectionError as error:
+            raise ConnectionError(f"{what}: {error}") from error
+
+    def close(self) -> None:
+        """Give back what the group holds. Not collective, idempotent; waits for nobody."""
+        self._close(None)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._bulk.lanes is not None:
+            self._give_back(self._bulk.lanes)
+        with contextlib.suppress(BoardLostError):  # nobody is left to tell; its keys are gone too
+            self._exchange.leave(error)
+
+    def _lanes_to(self, peer: int) -> Lanes:
+        if not 0 <= peer < self._size or peer == self._rank:
+            raise self._no_peer(peer)
+        if self._bulk.lanes is None:
+            raise ConfigError("no lanes are open: all ranks call open_lanes() first")
+        return self._bulk.lanes
+
+    def _limit_s(self, deadline_s: float | None) -> float:
+        if self._is_closed:
+            raise ConfigError("the group is closed")
+        return self._deadline_s if deadline_s is None else deadline_s

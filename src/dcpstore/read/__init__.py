@@ -1,0 +1,1 @@
+"""From wanted boxes to bytes in their targets."""

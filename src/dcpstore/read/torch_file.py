@@ -1,0 +1,686 @@
+"""``torch.save`` files in any object store, read by ranges.
+
+```python
+with open_torch_file("s3://bucket/model.pt") as file:
+    weight = file.value["model"]["weight"]  # a stand-in on the meta device
+    rows = file.read_box(weight, offsets=(0, 0), sizes=(8, weight.shape[1]))
+```
+
+Open the pickle of a ``torch.save`` file with stand-ins for its tensors.
+
+A stand-in is a tensor on the meta device: dtype, shape, strides, flags and Python type are
+those of the saved tensor, tensors that shared a storage share one, and there is no memory.
+
+A ``torch.save`` file in any store, of which only what is asked for is read.
+
+1. `open_torch_file`: HEAD, the zip directory at the end, ``data.pkl``: two to four requests
+2. `TorchFile.value`: the saved structure, with meta tensors as stand-ins
+3. `TorchFile.place` says where a stand-in's elements lie; `TorchFile.read_storage` and
+   `TorchFile.read_box` read them, from any thread
+4. `TorchFile.check_unchanged`: whether all that was the same file
+
+::
+
+    file   | data.pkl | byteorder | header data/0 | storage 0 ..... | header data/1 | ...
+                                                    [== a tensor ==]
+                                                    ^ storage_offset
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from dcpstore.config import ReadConfig
+from dcpstore.errors import ConflictError, CorruptError, IncompatibleError, NotFoundError
+from dcpstore.format.copying import copy_box_in
+from dcpstore.format.dtypes import is_plain_dtype
+from dcpstore.format.opcodes import BadPickleError, check_structure
+from dcpstore.format.zip import Archive, Member, contents_offset, read_archive
+from dcpstore.store import ObjectInfo, Store, open_store
+from dcpstore.store.folder import Folder
+from dcpstore.store.location import file_location
+from dcpstore.store.ranges import ByteRange, row_major_strides
+from dcpstore.torch_private import (
+    meta_storage,
+    named_storage_class,
+    storage_identity,
+    typed_storage,
+    weights_only_unpickler,
+)
+
+_CONTAINERS = (dict, list, tuple, set)
+_MAX_NESTING = 200  # whoever walks through it calls itself a few times per level
+_MAX_PARTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class PickledStorage:
+    """A storage as the pickle names it.
+
+    Attributes:
+        key: Its name in the archive.
+        dtype: Of the tensors that were saved with it; uint8 where it has none.
+        num_bytes: Its length.
+        location: Where it was when it was saved, such as ``"cuda:0"``.
+    """
+
+    key: str
+    dtype: torch.dtype
+    num_bytes: int
+    location: str
+
+
+class Storages:
+    """Makes the storages that a pickle names, one per key.
+
+    Args:
+        make: Allocates one.
+        what: Name of the file, for messages.
+    """
+
+    def __init__(self, make: Callable[[PickledStorage], torch.UntypedStorage], what: str) -> None:
+        self._make = make
+        self._what = what
+        self.pickled: dict[str, PickledStorage] = {}
+        self.made: dict[str, torch.UntypedStorage] = {}
+
+    def persistent_load(self, persistent_id: Any) -> Any:
+        """Return the storage of a persistent id, as both unpicklers ask for it."""
+        match persistent_id:
+            case ("storage", kind, str() as key, str() as location, int() as count) if count >= 0:
+                dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+                if isinstance(dtype, torch.dtype):
+                    self._check_plain(dtype)
+                    one = PickledStorage(key, dtype, count * dtype.itemsize, location)
+                    return typed_storage(self._storage(one), dtype)
+        kind = type(persistent_id).__name__
+        raise CorruptError(f"{self._what} is damaged: it names a storage by a strange {kind}")
+
+    def _check_plain(self, dtype: torch.dtype) -> None:
+        if not is_plain_dtype(dtype):
+            raise IncompatibleError(_no_stand_in(self._what, f"it is of {dtype}"))
+
+    def _storage(self, one: PickledStorage) -> torch.UntypedStorage:
+        known = self.pickled.setdefault(one.key, one)
+        if known.num_bytes != one.num_bytes:
+            raise CorruptError(
+                f"{self._what} is damaged: storage {one.key} has {known.num_bytes} bytes and"
+                f" {one.num_bytes} bytes"
+            )
+        if one.key not in self.made:
+            self.made[one.key] = self._make(one)
+        return self.made[one.key]
+
+
+def unpickle(data: bytes, storages: Storages, *, weights_only: bool, what: str) -> Any:
+    """Rebuild what was saved.
+
+    Args:
+        data: Contents of ``data.pkl``.
+        storages: Makes the storages; afterwards holds those that the pickle named.
+        weights_only: Allow what ``torch.load(weights_only=True)`` allows, including
+            ``torch.serialization.add_safe_globals``; if False run whatever the bytes name.
+        what: Name of the file, for messages.
+
+    Raises:
+        CorruptError: If the bytes are no pickle, or name something that is not allowed; it was
+            not run.
+        IncompatibleError: If a tensor has no stand-in: quantized and strided nested ones.
+    """
+    unpickler: Any = weights_only_unpickler(data) if weights_only else _Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = storages.persistent_load
+    try:
+        if not weights_only:
+            return unpickler.load()
+        check_structure(data)
+        return _checked_size(unpickler.load(), limit=_MAX_PARTS + len(data))
+    except (CorruptError, IncompatibleError):
+        raise
+    except BadPickleError as error:
+        raise CorruptError(f"the pickle of {what} is damaged: {error}") from error
+    except NotImplementedError as error:
+        raise IncompatibleError(_no_stand_in(what, _first_line(error))) from error
+    except pickle.UnpicklingError as error:
+        raise CorruptError(_explain(error, what, weights_only=weights_only)) from error
+    except Exception as error:
+        text = f"{type(error).__name__}: {_first_line(error)[:200]}"
+        raise CorruptError(f"the pickle of {what} cannot be opened: {text}") from error
+
+
+def _checked_size(value: Any, *, limit: int) -> Any:
+    """Return a structure; refuse one that never ends, or not soon, for those who walk through it.
+
+    A list or dict that is used in several places counts as often, with what it holds.
+
+    Raises:
+        BadPickleError: If it contains itself, is nested too deeply, or has more than ``limit``
+            parts.
+    """
+    sizes: dict[int, int] = {}
+    open_ids: set[int] = set()
+    path: list[tuple[Any, Iterator[Any]]] = []
+
+    def enter(one: Any) -> None:
+        if id(one) in open_ids:
+            raise BadPickleError(f"it has a {type(one).__name__} that contains itself")
+        if len(path) == _MAX_NESTING:
+            raise BadPickleError(f"it is nested more than {_MAX_NESTING} times")
+        open_ids.add(id(one))
+        sizes[id(one)] = 1
+        parts = chain(one, one.values()) if isinstance(one, dict) else one
+        path.append((one, iter(parts)))
+
+    if isinstance(value, _CONTAINERS):
+        enter(value)
+    while path:
+        holder, parts = path[-1]
+        for part in parts:
+            sizes[id(holder)] += 1
+            if isinstance(part, _CONTAINERS):
+                if id(part) not in sizes or id(part) in open_ids:
+                    enter(part)
+                    break
+                sizes[id(holder)] += sizes[id(part)]
+        else:
+            path.pop()
+            open_ids.discard(id(holder))
+            if path:
+                sizes[id(path[-1][0])] += sizes[id(holder)]
+        if sizes[id(holder)] > limit:
+            raise BadPickleError("it shares its parts so often that it would never be read")
+    return value
+
+
+def _no_stand_in(what: str, reason: str) -> str:
+    return (
+        f"{what} holds a tensor that cannot be read by ranges, such as a quantized or a nested one;"
+        " load it with torch.load, turn it into plain tensors (dequantize(), unbind()) and save it"
+        f" again ({reason})"
+    )
+
+
+def _explain(error: Exception, what: str, *, weights_only: bool) -> str:
+    if not weights_only:
+        return f"the pickle of {what} is damaged: {_first_line(error)}"
+    return (
+        f"{what} names more than tensors and plain data; it was not run. If you trust the file,"
+        " pass weights_only=False, or name its classes with"
+        f" torch.serialization.add_safe_globals. Torch says: {_first_line(error)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition(". This could be")[0]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Python's own, with the storage classes that torch only names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name.endswith("Storage"):
+            try:
+                return named_storage_class(name)
+            except KeyError:
+                pass
+        if module == "torch.tensor":  # where torch.Tensor was until 1.7
+            module = "torch._tensor"
+        return super().find_class(module, name)
+
+
+# A read that starts this close to a storage's first byte takes the header along.
+_NEAR_BYTES = 64 << 10
+_MAX_NOTE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStorage:
+    """A storage of the file.
+
+    Attributes:
+        key: Its name; tensors with the same one share memory.
+        num_bytes: Its length.
+        dtype: Of the tensors that were saved with it; uint8 where it has none.
+        location: Where it was when it was saved, such as ``"cuda:0"``.
+        member: Its place in the archive.
+    """
+
+    key: str
+    num_bytes: int
+    dtype: torch.dtype
+    location: str
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where the elements of a tensor lie.
+
+    Attributes:
+        storage_key: The storage; tensors with the same one share memory.
+        dtype: Of its elements.
+        sizes: Its shape.
+        strides: In elements.
+        storage_offset: Its first element in the storage.
+        is_conj: Whether the elements are to be conjugated once read.
+        is_neg: Whether the elements are to be negated once read.
+    """
+
+    storage_key: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage_offset: int
+    is_conj: bool = False
+    is_neg: bool = False
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its elements are one row-major run of the storage, to be taken as they are."""
+        if self.is_conj or self.is_neg:
+            return False
+        wanted = row_major_strides(self.sizes)
+        rows = zip(self.sizes, self.strides, wanted, strict=True)
+        return 0 in self.sizes or all(size == 1 or has == want for size, has, want in rows)
+
+    def span(
+        self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> ByteRange:
+        """Return the bytes of the storage from a box's first to its last element.
+
+        Args:
+            offsets: First element of the box in each dimension; None for the whole tensor.
+            sizes: Sizes of the box; None for the whole tensor.
+        """
+        offsets = (0,) * len(self.sizes) if offsets is None else offsets
+        sizes = self.sizes if sizes is None else sizes
+        item = self.dtype.itemsize
+        first = self.storage_offset
+        first += sum(o * s for o, s in zip(offsets, self.strides, strict=True))
+        if 0 in sizes:
+            return ByteRange(first * item, first * item)
+        last = first + sum((n - 1) * s for n, s in zip(sizes, self.strides, strict=True))
+        return ByteRange(first * item, (last + 1) * item)
+
+
+class TorchFile:
+    """An open ``torch.save`` file. Reading is thread-safe; concurrency is the caller's.
+
+    Use as a context manager, or call `close`. Made by `open_torch_file`.
+    """
+
+    def __init__(self, folder: Folder, key: str, info: ObjectInfo, *, weights_only: bool) -> None:
+        self._folder = folder
+        self._store: Store = folder.open()
+        self._key = key
+        self._info = info
+        self.url = f"{self._store.url.rstrip('/')}/{key}"
+        self._archive: Archive = read_archive(self.read_at, info.size_bytes, self.url)
+        self._starts: dict[str, int] = {}
+        data = self._read_pickle()
+        storages = Storages(self._make_stand_in, self.url)
+        self.value: Any = unpickle(data, storages, weights_only=weights_only, what=self.url)
+        """What was saved; its tensors are on the meta device, and have no memory."""
+        self._check_storages(storages)
+        self._keys = {storage_identity(made): key for key, made in storages.made.items()}
+        self._held = storages  # keeps the identities from being used again
+
+    def __enter__(self) -> TorchFile:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the store. Idempotent."""
+        self._folder.close()
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file."""
+        return self._info.size_bytes
+
+    @cached_property
+    def storages(self) -> Mapping[str, StoredStorage]:
+        """Every storage that the saved structure uses, by key, in the order of the file."""
+        found = {
+            key: StoredStorage(key, one.num_bytes, one.dtype, one.location, self._member(key))
+            for key, one in self._held.pickled.items()
+        }
+        ordered = sorted(found.values(), key=lambda one: one.member.header_offset)
+        return MappingProxyType({one.key: one for one in ordered})
+
+    @property
+    def identities(self) -> Mapping[int, str]:
+        """Key of each stand-in's storage, by what `torch_private.storage_identity` says of it."""
+        return MappingProxyType(self._keys)
+
+    @property
+    def info(self) -> ObjectInfo:
+        """What the store says of the file that was opened."""
+        return self._info
+
+    # --- where things lie ----------------------------------------------------------------
+
+    def storage_key(self, value: torch.Tensor | torch.UntypedStorage) -> str | None:
+        """Return the storage behind a stand-in; None for what is none, such as a meta tensor."""
+        if isinstance(value, torch.Tensor) and not _is_strided(value):
+            return None
+        return self._keys.get(storage_identity(value))
+
+    def place(self, tensor: torch.Tensor) -> TensorPlace | None:
+        """Say where the elements of a stand-in lie. No I/O.
+
+        Returns:
+            None if it is no stand-in of a strided tensor: a tensor that was on the meta
+            device when it was saved, a sparse one, or a subclass that wraps others.
+
+        Raises:
+            CorruptError: If the tensor reaches past its storage.
+        """
+        key = self.storage_key(tensor)
+        if key is None:
+            return None
+        place = TensorPlace(
+            key,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        if 0 not in place.sizes and place.span().end > self.storages[key].num_bytes:
+            raise CorruptError(
+                f"{self.url} is damaged: a tensor of shape {place.sizes} reaches past its storage"
+                f" {key} of {self.storages[key].num_bytes} bytes"
+            )
+        return place
+
+    def start_of(self, key: str) -> int:
+        """Return where a storage starts in the file; one small read if that is not known yet."""
+        if key not in self._starts:
+            self._starts[key] = self._start_by_header(self._member(key))
+        return self._starts[key]
+
+    # --- bytes -----------------------------------------------------------------------------
+
+    def read_storage(self, key: str, start: int = 0, end: int | None = None) -> memoryview:
+        """Read bytes ``[start, end)`` of a storage, in one request nearly always.
+
+        Raises:
+            CorruptError: If the file has no such storage where its directory says.
+            NotFoundError: If the file was deleted meanwhile.
+            StoreError: If the store refuses.
+        """
+        member = self._member(key)
+        end = member.size_bytes if end is None else end
+        if start == end:
+            return memoryview(b"")
+        if key not in self._starts:
+            guess = member.expected_offset(self._alignment)
+            if guess is not None and start <= _NEAR_BYTES:
+                data = self.read_at(member.header_offset, guess + end)
+                self._starts[key] = contents_offset(member, data, self.url)
+                if self._starts[key] == guess:
+                    return data[guess + start - member.header_offset :]
+        base = self.start_of(key)
+        return self.read_at(base + start, base + end)
+
+    def read_ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[memoryview]:
+        """Read bytes ``[start, end)`` of several storages that lie close together, as one range.
+
+        What lies between them is read, too, in one request nearly always.
+
+        Args:
+            wanted: Key, start and end of each, in any order; none empty.
+
+        Raises: as `read_storage`.
+        """
+        bases = [self._known_start(key) for key, _, _ in wanted]
+        if len(wanted) < 2 or None in bases:
+            return [self.read_storage(*one) for one in wanted]
+        known = [base for base in bases if base is not None]
+        starts = [
+            self._member(key).header_offset if key not in self._starts else base + start
+            for (key, start, _), base in zip(wanted, known, strict=True)
+        ]
+        low = min(starts)
+        high = max(base + end for (_, _, end), base in zip(wanted, known, strict=True))
+        data = self.read_at(low, high)
+        found = []
+        for (key, start, end), base in zip(wanted, known, strict=True):
+            if key not in self._starts:
+                member = self._member(key)
+                header = data[member.header_offset - low :]
+                self._starts[key] = contents_offset(member, header, self.url)
+            if self._starts[key] == base:
+                found.append(data[base + start - low : base + end - low])
+            else:
+                found.append(self.read_storage(key, start, end))
+        return found
+
+    def read_box(
+        self,
+        tensor: torch.Tensor,
+        offsets: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Read a box of a tensor into memory of its own, in one request nearly always.
+
+        Reads all bytes from the box's first to its last element: cheap for rows of a tensor
+        whose elements are in order. Holds those bytes beside the result while it copies.
+
+        Args:
+            tensor: A stand-in of this file.
+            offsets: First element of the box in each dimension; None for the whole tensor.
+            sizes: Sizes of the box; None for the whole tensor.
+            out: Where to put it, shaped as the box; None for a new contiguous CPU tensor.
+
+        Raises:
+            IncompatibleError: If it is no stand-in of a strided tensor.
+            CorruptError: As `read_storage`.
+        """
+        place = self.place(tensor)
+        if place is None:
+            raise IncompatibleError(
+                f"{self.url}: a {type(tensor).__name__} of layout {tensor.layout} has no bytes of"
+                " its own in the file"
+            )
+        offsets = (0,) * len(place.sizes) if offsets is None else tuple(offsets)
+        sizes = place.sizes if sizes is None else tuple(sizes)
+        if out is None:
+            out = torch.empty(sizes, dtype=place.dtype, device="cpu")
+        span = place.span(offsets, sizes)
+        data = self.read_storage(place.storage_key, *span)
+        raw = out if not (place.is_conj or place.is_neg) else torch.empty_like(out)
+        base = span.start - place.storage_offset * place.dtype.itemsize
+        copy_box_in(data, base, place.dtype, place.strides, offsets, sizes, raw)
+        if place.is_conj:
+            out.copy_(raw.conj())
+        elif place.is_neg:
+            out.copy_(raw.neg())
+        return out
+
+    def has_crc(self, key: str) -> bool:
+        """Tell whether the file has a checksum (CRC32) of a whole storage."""
+        return self._has_crcs and self._member(key).crc32 != 0
+
+    def check_crc(self, key: str, crc32: int) -> None:
+        """Compare the CRC32 of a whole storage with the directory's, where the file has them.
+
+        Raises:
+            CorruptError: If they differ.
+        """
+        member = self._member(key)
+        if self.has_crc(key) and member.crc32 != crc32:
+            raise CorruptError(
+                f"{self.url}: storage {key} is not what was saved (CRC32 {crc32:08x} instead of"
+                f" {member.crc32:08x}), bytes [{self.start_of(key)},"
+                f" {self.start_of(key) + member.size_bytes})",
+                key=self._key,
+                start=self.start_of(key),
+                end=self.start_of(key) + member.size_bytes,
+            )
+
+    def check_unchanged(self) -> None:
+        """Look whether the file is still the one that was opened.
+
+        Raises:
+            ConflictError: If it was replaced.
+            NotFoundError: If it was deleted.
+        """
+        now = self._store.head(self._key)
+        if (now.size_bytes, now.etag) != (self._info.size_bytes, self._info.etag):
+            raise ConflictError(
+                f"{self.url} was replaced while it was read: what was read may be a mix of two"
+                " files. Start again"
+            )
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def read_at(self, start: int, end: int) -> memoryview:
+        """Read bytes ``[start, end)`` of the file; thread-safe."""
+        return self._store.get_range(self._key, start, end)
+
+    def _member(self, key: str) -> Member:
+        member = self._archive.members.get(f"data/{key}")
+        if member is None:
+            raise CorruptError(f"{self.url} is damaged: it names storage {key} and has none")
+        return member
+
+    def _read_pickle(self) -> bytes:
+        """Read the pickle and the notes around it; learn alignment and byte order."""
+        pickle = self._archive.members["data.pkl"]
+        notes = [self._archive.members.get(name) for name in ("byteorder", ".storage_alignment")]
+        near = [
+            n for n in notes if n is not None and 0 <= n.header_offset - pickle.next_offset < 4096
+        ]
+        end = max([pickle.next_offset, *(note.next_offset for note in near)])
+        block = self.read_at(pickle.header_offset, end)
+
+        def contents(member: Member) -> bytes:
+            held = block[member.header_offset - pickle.header_offset :]
+            if member.next_offset > end or member.header_offset < pickle.header_offset:
+                held = self.read_at(member.header_offset, member.next_offset)
+            start = contents_offset(member, held, self.url) - member.header_offset
+            return bytes(held[start : start + member.size_bytes])
+
+        texts = [b"" if n is None or n.size_bytes > _MAX_NOTE_BYTES else contents(n) for n in notes]
+        self._check_byteorder(texts[0])
+        self._alignment = int(texts[1]) if texts[1].isdigit() and int(texts[1]) else 64
+        data = contents(pickle)
+        crc32 = zlib.crc32(data)
+        # A writer may have been told to compute none; then every one is zero.
+        self._has_crcs = pickle.crc32 == crc32
+        if pickle.crc32 not in (crc32, 0):
+            raise CorruptError(
+                f"{self.url}: its data.pkl is not what was saved (CRC32 {crc32:08x} instead of"
+                f" {pickle.crc32:08x})",
+                key=self._key,
+                start=pickle.header_offset,
+                end=pickle.next_offset,
+            )
+        return data
+
+    def _check_byteorder(self, order: bytes) -> None:
+        # Absent before torch 1.13, whose files torch.load takes for little-endian, too.
+        if order not in (b"", b"little"):
+            raise IncompatibleError(
+                f"{self.url} was written on a {order.decode('ascii', 'replace')}-endian machine;"
+                " load it with torch.load and save it again on a little-endian one"
+            )
+
+    def _make_stand_in(self, one: PickledStorage) -> torch.UntypedStorage:
+        member = self._member(one.key)
+        if member.size_bytes != one.num_bytes:
+            raise CorruptError(
+                f"{self.url} is damaged: storage {one.key} has {member.size_bytes} bytes instead"
+                f" of {one.num_bytes}"
+            )
+        return meta_storage(one.num_bytes)
+
+    def _check_storages(self, storages: Storages) -> None:
+        """Refuse tensors that reach past their storages, which torch then lets grow."""
+        for key, made in storages.made.items():
+            if made.nbytes() != storages.pickled[key].num_bytes:
+                raise CorruptError(
+                    f"{self.url} is damaged: a tensor reaches past its storage {key} of"
+                    f" {storages.pickled[key].num_bytes} bytes"
+                )
+
+    def _known_start(self, key: str) -> int | None:
+        """Return where a storage starts, or must start if torch wrote the file. No I/O."""
+        known = self._starts.get(key)
+        return self._member(key).expected_offset(self._alignment) if known is None else known
+
+    def _start_by_header(self, member: Member) -> int:
+        header = self.read_at(member.header_offset, member.names_end)
+        return contents_offset(member, header, self.url)
+
+
+def open_torch_file(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    weights_only: bool = True,
+    config: ReadConfig | None = None,
+    opener: Callable[..., Store] = open_store,
+) -> TorchFile:
+    """Open a ``torch.save`` file and its structure; reads no tensor.
+
+    Memory: the zip directory (about 100 bytes per tensor) and the pickle, once each, with what
+    the pickle holds besides tensors.
+
+    Args:
+        url: The file: a URL, or a local path.
+        storage_options: fsspec's options for the URL's protocol.
+        weights_only: Allow in the file what ``torch.load(weights_only=True)`` allows, with
+            ``torch.serialization.add_safe_globals`` honoured. False runs whatever code the
+            file names.
+        config: Names the engine and bounds the retries.
+        opener: Opens the store.
+
+    Raises:
+        NotFoundError: If there is no such file.
+        IncompatibleError: If it is no zip file of ``torch.save``; the message says what it is. Or
+            if it holds big-endian, quantized, or strided nested tensors.
+        CorruptError: If it is damaged, or names something that is not allowed; it was not run.
+    """
+    parent, key = file_location(url)
+    folder = Folder(parent, storage_options, config or ReadConfig(), opener)
+    try:
+        info = _head(folder, key)
+        return TorchFile(folder, key, info, weights_only=weights_only)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _head(folder: Folder, key: str) -> ObjectInfo:
+    store = folder.open()
+    try:
+        return store.head(key)
+    except NotFoundError as error:
+        if any(True for _ in zip(store.list(f"{key}/"), range(1), strict=False)):
+            raise IncompatibleError(
+                f"{store.url}/{key} is a folder, not a torch.save file; is it a DCP checkpoint?"
+            ) from error
+        raise
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    is_plain_class = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return tensor.layout == torch.strided and not tensor.is_nested and is_plain_class

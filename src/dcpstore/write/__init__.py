@@ -1,0 +1,1 @@
+"""From tensors to objects, and the commit that makes them a checkpoint."""

@@ -1,0 +1,449 @@
+"""Which items go into which object, and in how large parts that is sent.
+
+One rank's part of one save: items, one after another, into packed objects.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcpstore.config import WriteConfig
+from dcpstore.errors import ConfigError, IncompatibleError
+from dcpstore.format import keys
+from dcpstore.format.checksum import BlockChecksummer
+from dcpstore.format.copying import copy_bytes_out, payload_bytes
+from dcpstore.format.dtypes import dtype_name
+from dcpstore.format.manifest import DataObject, ItemKind, StoredItem
+from dcpstore.format.record import plan_record
+from dcpstore.format.tensors import encode_opaque, is_freed, is_plain, to_plain
+from dcpstore.plan.values import ValueRecord, refused_names
+from dcpstore.report import Meter
+from dcpstore.store.base import Store
+from dcpstore.store.ranges import ByteRange
+from dcpstore.text import collector_paused
+from dcpstore.write.upload import ObjectStream, Uploads
+
+_MIB = 1 << 20
+_LEAST_PART_BYTES = 8 * _MIB  # 0.08 s of a 100 MB/s connection, about twice a request's delay
+
+
+def plan_objects(sizes_bytes: Sequence[int], object_bytes: int) -> list[list[int]]:
+    """Pack items, in their order, into objects of about ``object_bytes``.
+
+    Order is kept, so that a load of the same layout reads each object from front to
+    back. An item larger than ``object_bytes`` gets an object of its own, so that it does
+    not hold up the seal of its neighbours.
+
+    Args:
+        sizes_bytes: Expected size of each item.
+        object_bytes: Target size of an object.
+
+    Returns:
+        Positions of the items of each object. No object is empty.
+    """
+    objects: list[list[int]] = []
+    room_bytes = -1
+    for position, size in enumerate(sizes_bytes):
+        if size <= room_bytes:
+            objects[-1].append(position)
+            room_bytes -= size
+        else:
+            objects.append([position])
+            room_bytes = object_bytes - size
+    return objects
+
+
+def plan_part_bytes(total_bytes: int, num_objects: int, *, max_parts: int, most_bytes: int) -> int:
+    """Choose the size of parts so that all connections end at about the same time.
+
+    Parts go out in rounds of ``max_parts``. Where the last round is a part or two, the others
+    wait for it: 1 GiB in 67 parts of 16 MiB takes three rounds of 32, and in parts of 12 MiB
+    three shorter ones.
+
+    Args:
+        total_bytes: Of all objects.
+        num_objects: Each of which may end with a short part.
+        max_parts: Parts in flight.
+        most_bytes: Size of a part where there are many.
+
+    Returns:
+        ``most_bytes``, or fewer whole MiB: as many as the same number of rounds takes.
+    """
+    least_bytes = min(_LEAST_PART_BYTES, most_bytes)
+    num_rounds = -(-(total_bytes + num_objects * most_bytes) // (max_parts * most_bytes))
+    num_parts = max(1, num_rounds * max_parts - num_objects)
+    even_bytes = -(-total_bytes // num_parts // _MIB) * _MIB
+    return min(most_bytes, max(least_bytes, even_bytes))
+
+
+logger = logging.getLogger(__name__)
+
+_RECORD_OVERHEAD_BYTES = 700  # for packing only; the true size is known when it is written
+_SCRATCH_BYTES = 1 << 20
+_MARGIN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank tells the coordinator about one item, in ``WriteResult.storage_data``."""
+
+    item: StoredItem
+    object: DataObject
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An item as written, before its checksums are known."""
+
+    index: MetadataIndex
+    item: StoredItem
+    checksummer: BlockChecksummer
+    encoded: tuple[StoredItem, BlockChecksummer] | None = None
+
+    def finish(self) -> StoredItem:
+        """Return the item with its checksums, once its object is complete."""
+        item = replace(self.item, checksums=self.checksummer.finish())
+        if self.encoded is None:
+            return item
+        encoded, checksummer = self.encoded
+        return replace(item, encoded=replace(encoded, checksums=checksummer.finish()))
+
+
+@dataclass(slots=True)
+class WriteStats:
+    """What one rank's part of a save did.
+
+    Attributes:
+        num_objects: Data objects stored.
+        num_requests: Puts, parts included and their beginning and end; retries not counted.
+        stored_bytes: Bytes of the objects.
+        peak_bytes: Memory that bytes on their way took.
+    """
+
+    num_objects: int = 0
+    num_requests: int = 0
+    stored_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class WriteJob:
+    """One rank's part of one save.
+
+    Args:
+        store: Rooted at the checkpoint's folder.
+        config: Sizes and bounds.
+        extensions: DCP stream transforms for every item.
+        planner: Resolves items to data; called in the calling thread only.
+        save_id: Part of every key.
+        meter: Counts the bytes handed to the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: WriteConfig,
+        extensions: Sequence[Any],
+        planner: SavePlanner,
+        save_id: str,
+        meter: Meter | None = None,
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._extensions = extensions
+        self._planner = planner
+        self._save_id = save_id
+        self._meter = meter or Meter("save")
+        self._inline_bytes = 0
+        self._refused: dict[str, list[str]] = {}
+        self.keys: list[str] = []
+        """Every key that this job may have put."""
+        self.stats = WriteStats()
+
+    def run(self, items: Sequence[WriteItem], rank: int | None) -> list[WriteResult]:
+        """Write all items; return one result per item."""
+        drafts: list[_Draft] = []
+        sizes = [_expected_bytes(item) for item in items]
+        objects = plan_objects(sizes, self._config.object_bytes)
+        if objects:  # the last key is the longest
+            last = keys.data_key(rank or 0, len(objects) - 1, self._save_id)
+            self._store.capabilities.limits.check_key(last)
+        uploads = Uploads(
+            self._store,
+            self._sized_for(items, sizes, objects),
+            pin=torch.cuda.is_available(),
+            meter=self._meter,
+            lends=getattr(self._planner, "keeps_tensors", True),
+        )
+        self._meter.expect(sum(sizes))
+        with uploads:
+            for number, positions in enumerate(objects):
+                key = keys.data_key(rank or 0, number, self._save_id)
+                self.keys.append(key)
+                stream = uploads.open(key)
+                drafts.extend(self._write(stream, items[position]) for position in positions)
+                stream.finish()
+        self.stats = WriteStats(
+            num_objects=len(uploads.objects),
+            num_requests=uploads.num_requests,
+            stored_bytes=sum(stored.size_bytes for stored in uploads.objects.values()),
+            peak_bytes=uploads.peak_bytes,
+        )
+        self._warn_of_refused()
+        with collector_paused():
+            return [self._result(draft, uploads.objects[draft.item.key]) for draft in drafts]
+
+    def _sized_for(
+        self, items: Sequence[WriteItem], sizes: Sequence[int], objects: Sequence[Sequence[int]]
+    ) -> WriteConfig:
+        """Choose the size of parts: even, and as large as the largest object needs.
+
+        Raises:
+            ConfigError: If the store or the budget is too small for an item.
+        """
+        usual_bytes = plan_part_bytes(
+            sum(sizes),
+            len(objects),
+            max_parts=self._config.max_uploads,
+            most_bytes=self._config.part_bytes,
+        )
+        largest = max(objects, key=lambda one: sum(sizes[at] for at in one), default=())
+        num_bytes = sum(sizes[at] for at in largest)
+        num_bytes += num_bytes // _MARGIN  # the rest of the records, and what transforms add
+        most_bytes = self._config.budget_bytes // 2
+        try:
+            part_bytes = self._store.capabilities.limits.part_bytes_for(num_bytes, usual_bytes)
+            if part_bytes > most_bytes and part_bytes > usual_bytes:
+                raise ConfigError(
+                    f"it needs parts of {part_bytes} bytes, of which budget_bytes must hold two,"
+                    f" and it is {self._config.budget_bytes}. Raise it"
+                )
+        except ConfigError as error:
+            name = items[max(largest, key=sizes.__getitem__)].index.fqn
+            raise ConfigError(
+                f"{name!r} cannot be saved at {self._store.url}: {error.message}; or save it in"
+                " chunks, with dcpstore.SavePlanner(max_item_bytes=...) or in shards"
+            ) from error
+        return replace(self._config, part_bytes=part_bytes)
+
+    def _result(self, draft: _Draft, stored: DataObject) -> WriteResult:
+        item = draft.finish()
+        return WriteResult(draft.index, item.record.num_bytes, Written(item, stored))
+
+    def _write(self, stream: ObjectStream, write_item: WriteItem) -> _Draft:
+        checksummer = BlockChecksummer(self._config.checksum_block_bytes)
+        data = self._planner.resolve_data(write_item)
+        if write_item.type != WriteItemType.BYTE_IO:
+            item = self._write_tensor(stream, checksummer, _check_tensor(write_item, data))
+            return _Draft(write_item.index, item, checksummer)
+        if not isinstance(data, io.BytesIO):
+            raise IncompatibleError(
+                "the planner's resolve_data gave"
+                f" {type(data).__name__} for a value; DCP's contract is an io.BytesIO"
+            )
+        content = data.getbuffer()
+        item = self._write_value(stream, checksummer, content, "bytes")
+        if not isinstance(data, ValueRecord):
+            self._note_refused(write_item.index.fqn, content)
+            return _Draft(write_item.index, item, checksummer)
+        if data.encoded is None:
+            return _Draft(write_item.index, item, checksummer)
+        second = BlockChecksummer(self._config.checksum_block_bytes)
+        encoded = self._write_value(stream, second, memoryview(data.encoded), "value")
+        return _Draft(write_item.index, item, checksummer, (encoded, second))
+
+    def _write_value(
+        self,
+        stream: ObjectStream,
+        checksummer: BlockChecksummer,
+        content: memoryview,
+        kind: ItemKind,
+    ) -> StoredItem:
+        if self._extensions:
+            return self._write_transformed(stream, checksummer, [content], kind, ())
+        return self._write_whole(stream, checksummer, content, kind, ())
+
+    def _note_refused(self, fqn: str, record: memoryview) -> None:
+        """Note a value of another planner that the default load will not open."""
+        names = refused_names(record)
+        if names:
+            self._refused[fqn] = names
+
+    def _warn_of_refused(self) -> None:
+        if not self._refused:
+            return
+        shown = ", ".join(
+            f"{fqn!r} ({', '.join(names[:3])})" for fqn, names in list(self._refused.items())[:10]
+        )
+        more = f" and {len(self._refused) - 10} more" if len(self._refused) > 10 else ""
+        logger.warning(
+            "%s: the planner pickled values that a load opens only with allow_pickle=True:"
+            " %s%s. Save with dcpstore.SavePlanner, which stores many of them without pickle and"
+            " refuses the others before anything is written",
+            self._store.url,
+            shown,
+            more,
+        )
+
+    def _write_tensor(
+        self, stream: ObjectStream, checksummer: BlockChecksummer, tensor: torch.Tensor
+    ) -> StoredItem:
+        sizes = tuple(tensor.shape)
+        plain = is_plain(tensor)
+        if self._extensions:
+            pieces = _record_pieces(tensor) if plain else [memoryview(encode_opaque(tensor))]
+            return self._write_transformed(stream, checksummer, pieces, "record", sizes)
+        if not plain:
+            content = memoryview(encode_opaque(tensor))
+            return self._write_whole(stream, checksummer, content, "record", sizes)
+        start = stream.tell()
+        layout = plan_record(tensor.dtype, sizes, object_offset=start)
+        stream.write(layout.header)
+        stream.begin_checked(checksummer)
+        inline = None
+        if self._may_inline(layout.payload_bytes):
+            inline = payload_bytes(tensor)
+            stream.write(inline)
+        else:
+            stream.write_tensor(tensor)
+        stream.end_checked()
+        stream.write(layout.trailer)
+        payload = start + layout.payload_offset
+        return StoredItem(
+            key=stream.key,
+            record=ByteRange(start, stream.tell()),
+            kind="raw",
+            payload=ByteRange(payload, payload + layout.payload_bytes),
+            dtype=dtype_name(tensor.dtype),
+            sizes=sizes,
+            block_bytes=self._config.checksum_block_bytes,
+            inline=inline,
+        )
+
+    def _write_whole(
+        self,
+        stream: ObjectStream,
+        checksummer: BlockChecksummer,
+        content: memoryview,
+        kind: ItemKind,
+        sizes: tuple[int, ...],
+    ) -> StoredItem:
+        start = stream.tell()
+        stream.begin_checked(checksummer)
+        stream.write(content)
+        stream.end_checked()
+        inline = bytes(content) if self._may_inline(len(content)) else None
+        return self._whole_item(stream, start, kind, sizes, (), inline)
+
+    def _write_transformed(
+        self,
+        stream: ObjectStream,
+        checksummer: BlockChecksummer,
+        pieces: Iterable[memoryview | bytes],
+        kind: ItemKind,
+        sizes: tuple[int, ...],
+    ) -> StoredItem:
+        start = stream.tell()
+        stream.begin_checked(checksummer)
+        sink: Any = _KeepOpen(stream)
+        for extension in self._extensions:
+            sink = extension.transform_to(sink)
+        for piece in pieces:
+            sink.write(piece)
+        sink.close()
+        stream.end_checked()
+        # Readers undo them in this order: what wrote to the object last comes first. Stock
+        # writers record the reverse, so stock cannot load what it saved with two extensions.
+        descriptors = tuple(one.get_descriptor() for one in self._extensions)
+        return self._whole_item(stream, start, kind, sizes, descriptors, None)
+
+    def _whole_item(
+        self,
+        stream: ObjectStream,
+        start: int,
+        kind: ItemKind,
+        sizes: tuple[int, ...],
+        transforms: tuple[str, ...],
+        inline: bytes | None,
+    ) -> StoredItem:
+        record = ByteRange(start, stream.tell())
+        return StoredItem(
+            key=stream.key,
+            record=record,
+            kind=kind,
+            payload=record,
+            sizes=sizes,
+            transforms=transforms,
+            block_bytes=self._config.checksum_block_bytes,
+            inline=inline,
+        )
+
+    def _may_inline(self, num_bytes: int) -> bool:
+        total = self._inline_bytes + num_bytes
+        if num_bytes > self._config.inline_bytes or total > self._config.inline_rank_bytes:
+            return False
+        self._inline_bytes = total
+        return True
+
+
+class _KeepOpen(io.RawIOBase):
+    """Lets a transform close its output without closing the object it is a part of."""
+
+    def __init__(self, stream: ObjectStream) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._stream.write(data)
+
+
+def _expected_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        known = item.bytes_io_data
+        return _RECORD_OVERHEAD_BYTES if known is None else known.nbytes
+    elements = prod(item.tensor_data.chunk.sizes)
+    return _RECORD_OVERHEAD_BYTES + elements * item.tensor_data.properties.dtype.itemsize
+
+
+def _check_tensor(item: WriteItem, data: object) -> torch.Tensor:
+    if not isinstance(data, torch.Tensor):
+        raise IncompatibleError(
+            f"the planner's resolve_data gave {type(data).__name__} for the tensor"
+            f" {item.index.fqn!r}"
+        )
+    planned = item.tensor_data
+    if planned is not None and tuple(data.shape) != tuple(planned.chunk.sizes):
+        raise IncompatibleError(
+            f"{item.index.fqn!r} was planned as a chunk of shape {tuple(planned.chunk.sizes)} and"
+            f" resolved to shape {tuple(data.shape)}"
+        )
+    tensor = to_plain(data)
+    if is_plain(tensor) and is_freed(tensor):
+        raise IncompatibleError(
+            f"the memory of {item.index.fqn!r} was freed: its storage is empty."
+            " With FSDP, save the sharded state dict, not parameters outside forward"
+        )
+    return tensor
+
+
+def _record_pieces(tensor: torch.Tensor) -> Iterator[memoryview | bytes]:
+    """Yield a plain tensor's record in pieces of bounded size, for a transform."""
+    layout = plan_record(tensor.dtype, tuple(tensor.shape))
+    yield layout.header
+    scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
+    for start in range(0, layout.payload_bytes, _SCRATCH_BYTES):
+        end = min(start + _SCRATCH_BYTES, layout.payload_bytes)
+        copy_bytes_out(tensor, start, end, scratch[: end - start])
+        yield scratch.numpy().data[: end - start]
+    yield layout.trailer
