@@ -45,5 +45,5 @@ def test_a_generator_with_threads_is_seen() -> None:
 
 def test_no_generator_of_ours_holds_threads() -> None:
     sources = {path: path.read_text() for path in ROOT.rglob("*.py")}
-    assert len(sources) > 100
+    assert any("ThreadPoolExecutor(" in text for text in sources.values())
     assert not {path: found for path, text in sources.items() if (found := list(holders(text)))}
