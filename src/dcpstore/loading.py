@@ -178,9 +178,7 @@ class _LoadJob:
             reader.join(self._group)
             return reader.read_metadata(), True
         if not isinstance(reader, ObjectStoreReader):
-            read: list[Metadata] = []
-            steps.barrier(self._group, "read metadata", lambda: read.append(reader.read_metadata()))
-            return read[0], True
+            return steps.each(self._group, "read metadata", reader.read_metadata), True
 
         def look() -> Discovered | NotFoundError:
             try:
@@ -195,16 +193,14 @@ class _LoadJob:
 
     def _read_own_metadata(self, reader: ObjectStoreReader, absent: NotFoundError) -> Discovered:
         """Look for this rank's own metadata, as a save with use_collectives=False leaves it."""
-        own: list[Discovered] = []
 
-        def look() -> None:
+        def look() -> Discovered:
             try:
-                own.append(reader.discover(rank=self._group.rank))
+                return reader.discover(rank=self._group.rank)
             except NotFoundError:
                 raise absent from None
 
-        steps.barrier(self._group, "read each rank's metadata", look)
-        return own[0]
+        return steps.each(self._group, "read each rank's metadata", look)
 
     def _plan(self, make_state: StateMaker, found: Metadata | Discovered) -> LoadPlan:
         def locally() -> LoadPlan:
@@ -236,9 +232,7 @@ class _LoadJob:
 
         if self._needs_global_plan():
             return steps.reduce_scatter(self._group, "plan", locally, globally)
-        made: list[LoadPlan] = []
-        steps.barrier(self._group, "plan", lambda: made.append(locally()))
-        return made[0]
+        return steps.each(self._group, "plan", locally)
 
     def _finish_plan(self, plan: LoadPlan) -> LoadPlan:
         finished = self._planner.finish_plan(plan)
@@ -255,14 +249,13 @@ class _LoadJob:
 
     def _read_ours(self, reader: ObjectStoreReader, plan: LoadPlan, is_global: bool) -> ReadStats:
         with ExitStack() as stack:
-            jobs: list[ReadJob] = []
 
-            def prepare() -> None:
-                jobs.append(stack.enter_context(reader.open_job(self._meter)))
-                jobs[0].prepare(self._finish_plan(plan).items, self._planner)
+            def prepare() -> ReadJob:
+                job = stack.enter_context(reader.open_job(self._meter))
+                job.prepare(self._finish_plan(plan).items, self._planner)
+                return job
 
-            steps.barrier(self._group, "check targets", prepare)
-            job = jobs[0]
+            job = steps.each(self._group, "check targets", prepare)
             keys = sorted({item.key for item in self._metadata.storage_data.values()})
             numbers = {key: number for number, key in enumerate(keys)}
             agreed = plan_shares(
@@ -277,7 +270,7 @@ class _LoadJob:
             try:
                 if agreed.sharing.plan is not None:
                     fetch_shared(self._group, job, agreed.sharing.plan, keys, self._planner)
-                steps.barrier(self._group, "read", lambda: job.fetch_rest(self._planner))
+                steps.each(self._group, "read", lambda: job.fetch_rest(self._planner))
                 succeeded = True
             finally:
                 agreed.settle(succeeded)
@@ -295,17 +288,14 @@ class _LoadJob:
         return reader.read_planned(lambda: self._finish_plan(plan), self._planner, self._meter)
 
     def _read_foreign(self, plan: LoadPlan) -> ReadStats:
-        finished: list[LoadPlan] = []
+        def check() -> LoadPlan:
+            finished = self._finish_plan(plan)
+            refuse_lacks(finished.items, self._metadata)
+            return finished
 
-        def check() -> None:
-            finished.append(self._finish_plan(plan))
-            refuse_lacks(finished[0].items, self._metadata)
-
-        steps.barrier(self._group, "check targets", check)
-        steps.barrier(
-            self._group,
-            "read",
-            lambda: self._reader.read_data(finished[0], self._planner).wait(),
+        finished = steps.each(self._group, "check targets", check)
+        steps.each(
+            self._group, "read", lambda: self._reader.read_data(finished, self._planner).wait()
         )
         return ReadStats()
 
@@ -331,7 +321,7 @@ class _LoadJob:
             self._hand_over()
             return own
 
-        job = Transfer.total(steps.all_gather(self._group, "hand over", hand_over))
+        job = steps.all_reduce(self._group, "hand over", hand_over, Transfer.total)
         # A rank whose shard of a tensor is empty plans nothing for a key that it has.
         known = self._planned.union(getattr(self._planner, "state_dict", None) or ())
         result = LoadResult(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dcpstore import RankFailures, StoreError
+from dcpstore.ranks import each
 from dcpstore.testing.ranks import RankTime, ThreadRanks
 from faults.failing_ranks import (
     LOAD_PHASES,
@@ -77,7 +78,7 @@ def fail(phase: str, failing: tuple[int, ...], kind: Kind, coordinator: int) -> 
         if phase in LOAD_PHASES:
             bomb_away = Job(group, rank, job.url, opener, Bomb("", (), "error"))
             bomb_away.save(0)
-            group.all_gather(None)
+            each(group, "saved", lambda: None)
             if group.is_coordinator:
                 before.update(backend.names())
         outcome.errors[rank], outcome.seconds[rank] = job.fail()

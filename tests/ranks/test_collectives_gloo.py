@@ -27,8 +27,11 @@ from dcpstore.ranks import (
     SingleGroup,
     all_gather,
     all_reduce,
-    barrier,
+    broadcast,
+    each,
+    gather,
     open_group,
+    reduce_scatter,
     torch_group,
 )
 from dcpstore.ranks.lanes import Lanes
@@ -104,10 +107,11 @@ def use_every_step() -> None:
     with open_group(None, size - 1, 30) as group:
         assert (group.rank, group.size, group.coordinator) == (rank, size, size - 1)
         assert isinstance(group, SingleGroup) == (size == 1)
-        assert group.all_gather(rank) == everyone
-        assert group.broadcast(rank) == size - 1
-        assert group.gather(rank) == (everyone if group.is_coordinator else None)
-        assert group.scatter(everyone if group.is_coordinator else None) == rank
+        assert each(group, "each", lambda: rank) == rank
+        assert all_gather(group, "all", lambda: rank) == everyone
+        assert broadcast(group, "one", lambda: rank) == size - 1
+        assert gather(group, "to one", lambda: rank) == (everyone if group.is_coordinator else None)
+        assert reduce_scatter(group, "parts", lambda: rank, list) == rank
         large = all_gather(group, "large", lambda: bytes([rank]) * 2_000_000)
         assert [one[-1] for one in large] == everyone
         trade(group)
@@ -158,7 +162,8 @@ def go_through_cases(some: list[Case]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for coordinator in sorted({case.coordinator for case in some}):
         with open_group(None, coordinator, 20) as group:
-            barrier(group, "all ranks have started", deadline_s=60)
+            group.deadline_s = 60
+            each(group, "all ranks have started", lambda: None)
             outcomes += [
                 go_through(group, case, ProcessHang(case) if case.kind == "hang" else None)
                 for case in some
@@ -181,7 +186,7 @@ def use_subgroups() -> None:
             large = all_gather(group, "x", lambda: bytes([rank]) * 10**6)
             assert [one[0] for one in large] == [1, 3]
             with pytest.raises(RankFailures) as caught:
-                barrier(group, "x", lambda: 1 // (3 - rank))
+                each(group, "x", lambda: 1 // (3 - rank))
             assert set(caught.value.causes) == {1}
         with pytest.raises(ConfigError, match="coordinator 2"):
             open_group(pair, 2)
@@ -190,12 +195,12 @@ def use_subgroups() -> None:
             order = dist.get_process_group_ranks(overlapping)
             assert all_gather(group, "x", lambda: rank) == order
             assert all_gather(other, "x", lambda: rank) == order
-            assert group.broadcast(rank) == order[2]
+            assert broadcast(group, "x", lambda: rank) == order[2]
 
 
 def lose_the_store(rank_to_die: int) -> tuple[list[int], str, float]:
     with open_group(None, 1, 30) as group:
-        barrier(group, "fine")
+        each(group, "fine", lambda: None)
         began = time.monotonic()
 
         def die() -> None:
@@ -204,7 +209,7 @@ def lose_the_store(rank_to_die: int) -> tuple[list[int], str, float]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with pytest.raises(RankFailures) as caught:
-            barrier(group, "write", die)
+            each(group, "write", die)
         return list(caught.value.causes), caught.value.causes[0], time.monotonic() - began
 
 
@@ -222,7 +227,7 @@ def fail_one_after_another() -> tuple[dict[int, str], float]:
             group.post_receive(data, {0: 1, 2: 0}[group.rank]).wait(20)
 
         with pytest.raises(RankFailures) as caught:
-            barrier(group, "share", share)
+            each(group, "share", share)
         return caught.value.causes, time.monotonic() - began
 
 
@@ -239,8 +244,10 @@ def hang_in_a_transfer() -> dict[int, str]:
             if group.rank == 0:
                 group.post_receive(late, 2).wait(60)
 
+        group.deadline_s = 2
         with pytest.raises(RankFailures) as caught:
-            barrier(group, "share", share, deadline_s=2)
+            each(group, "share", share)
+        group.deadline_s = 20
         hang.tell()
         assert late == bytes(1000)
         trade(group)  # on new lanes, once the late rank is back

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from test_collectives_gloo import run_processes
 
 from dcpstore.errors import RankFailures
-from dcpstore.ranks import all_gather, barrier, broadcast, open_group, reduce_scatter
+from dcpstore.ranks import all_gather, broadcast, each, open_group, reduce_scatter
 
 
 def take_many_steps(num_steps: int) -> int:
@@ -30,7 +30,7 @@ def take_many_steps(num_steps: int) -> int:
             dist.barrier()
         if i % 50 == 49:
             with pytest.raises(RankFailures):
-                barrier(group, "bad", lambda: 1 // dist.get_rank())
+                each(group, "bad", lambda: 1 // dist.get_rank())
         assert all_gather(group, "step", dist.get_rank) == [0, 1]
         if i % 10 == 9:
             group.close()
@@ -48,7 +48,7 @@ def save_beside_a_trainer() -> None:
                 with open_group(None, 0, 20, purpose="save") as group:
                     large = all_gather(group, "plan", lambda n=number: bytes([n]) * 300_000)
                     assert large[0][0] == number
-                    barrier(group, "write")
+                    each(group, "write", lambda: None)
         except BaseException as error:
             errors.append(error)
 
@@ -70,12 +70,12 @@ def leave_one_out() -> int:
     """Rank 1 misses the save of a; then all save b. Returns at which attempt that went well."""
     if dist.get_rank() != 1:
         with open_group(None, 0, 10, subject="a") as group, pytest.raises(RankFailures) as caught:
-            barrier(group, "write")
+            each(group, "write", lambda: None)
         assert "in step 'write of b', rank 0 in 'write of a'" in caught.value.causes[1]
     for attempt in range(3):
         try:
             with open_group(None, 0, 10, subject="b") as group:
-                barrier(group, "write")
+                each(group, "write", lambda: None)
         except RankFailures as error:
             assert set(error.causes) == {1}
             continue
@@ -96,7 +96,7 @@ def time_steps(size_bytes: int) -> dict[str, float]:
     for way, bulk_bytes in (("board", 1 << 40), ("lanes", 4)):
         with open_group(None, 0, 60, purpose=way) as group:
             group._bulk._bulk_bytes = bulk_bytes  # type: ignore[attr-defined]
-            found[f"barrier, {way}"] = _median_ms(lambda g=group: barrier(g, "x"))
+            found[f"barrier, {way}"] = _median_ms(lambda g=group: each(g, "x", lambda: None))
             found[f"broadcast, {way}"] = _median_ms(lambda g=group: broadcast(g, "x", lambda: data))
             found[f"reduce_scatter, {way}"] = _median_ms(
                 lambda g=group: reduce_scatter(g, "x", lambda: data, lambda values: values)

@@ -152,7 +152,8 @@ def go_through(
     began = clock()
     raised, failures = "nothing", None
     try:
-        all_reduce(group, "try", map_fn, reduce_fn, deadline_s=case.deadline_s)
+        group.deadline_s = case.deadline_s
+        all_reduce(group, "try", map_fn, reduce_fn)
     except RankFailures as error:
         raised, failures = "RankFailures", error
     except BaseException as error:
@@ -162,7 +163,8 @@ def go_through(
         hang.tell()
     if case.kind == "kill":
         return Outcome(raised, failures, took_s)
-    next_values = all_gather(group, "again", lambda: group.rank, deadline_s=20)
+    group.deadline_s = 20
+    next_values = all_gather(group, "again", lambda: group.rank)
     return Outcome(raised, failures, took_s, next_values)
 
 

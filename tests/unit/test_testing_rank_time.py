@@ -9,7 +9,7 @@ import pytest
 
 from dcpstore.errors import RankFailures
 from dcpstore.ranks import RankGroup
-from dcpstore.ranks.steps import barrier
+from dcpstore.ranks.steps import each
 from dcpstore.testing.ranks import RankTime, ThreadRanks
 
 HOURS_S = 10_000.0
@@ -20,7 +20,7 @@ def test_a_rank_that_is_at_work_is_waited_for_however_long_it_takes() -> None:
     clock = RankTime(3)
 
     def work(group: RankGroup) -> float:
-        barrier(group, "slow", lambda: time.sleep(0.2) if group.rank == 1 else None)
+        each(group, "slow", lambda: time.sleep(0.2) if group.rank == 1 else None)
         return clock()
 
     assert ThreadRanks(3, deadline_s=0.01, rank_time=clock).run(work).values() == [0, 0, 0]
@@ -37,7 +37,7 @@ def test_time_jumps_to_the_deadline_once_all_others_wait(silent: int) -> None:
 
     def work(group: RankGroup) -> None:
         try:
-            barrier(group, "silent", hang if group.rank == silent else lambda: None)
+            each(group, "silent", hang if group.rank == silent else lambda: None)
         except RankFailures as error:
             raised[group.rank] = error
         if len(raised) == 2:
@@ -64,7 +64,7 @@ def test_who_is_called_back_is_waited_for_before_it_wakes_up() -> None:
 
     def work(group: RankGroup) -> float:
         (come_late if group.rank == 1 else call)(group)
-        barrier(group, "together")
+        each(group, "together", lambda: None)
         return clock()
 
     assert ThreadRanks(2, rank_time=clock).run(work, wait_s=60).values() == [0, 0]
@@ -76,7 +76,8 @@ def test_nobody_waits_for_a_rank_that_has_left() -> None:
     def work(group: RankGroup) -> None:
         if group.rank == 0:
             with pytest.raises(RankFailures, match="rank 1"):
-                barrier(group, "alone", deadline_s=HOURS_S)
+                group.deadline_s = HOURS_S
+                each(group, "alone", lambda: None)
 
     ThreadRanks(2, rank_time=clock).run(work, wait_s=60).values()
     assert clock() > 0.5 * HOURS_S

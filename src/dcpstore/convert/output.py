@@ -35,7 +35,7 @@ from dcpstore.errors import (
     StoreError,
 )
 from dcpstore.format.manifest import DataObject
-from dcpstore.ranks import RankGroup
+from dcpstore.ranks import RankGroup, steps
 from dcpstore.ranks.board import BoardLostError
 from dcpstore.report import Meter
 from dcpstore.store.base import Capabilities, ObjectInfo, Part, Store
@@ -252,7 +252,15 @@ def is_surely_unpublished(error: BaseException, group: RankGroup, last_step: str
     return isinstance(cause, CheckpointError) and cause.refused
 
 
-_MIB = 1 << 20
+def fetched_by_all(group: RankGroup, own_bytes: int) -> int:
+    """All ranks: add up the bytes that each asked of the source. The last step."""
+
+    def total(parts: list[int]) -> int:
+        return sum(parts)
+
+    return steps.all_reduce(group, "finish", lambda: own_bytes, total)
+
+
 _MIN_BUDGET_BYTES = 32 * _MIB  # 3/8 of it holds two of the smallest parts
 
 

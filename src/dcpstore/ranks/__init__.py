@@ -9,7 +9,7 @@ from __future__ import annotations
 from dcpstore.ranks.exchange import SingleGroup
 from dcpstore.ranks.group import Pending, RankGroup
 from dcpstore.ranks.opening import open_group
-from dcpstore.ranks.steps import all_gather, all_reduce, barrier, broadcast, gather, reduce_scatter
+from dcpstore.ranks.steps import all_gather, all_reduce, broadcast, each, gather, reduce_scatter
 
 __all__ = [
     "Pending",
@@ -17,8 +17,8 @@ __all__ = [
     "SingleGroup",
     "all_gather",
     "all_reduce",
-    "barrier",
     "broadcast",
+    "each",
     "gather",
     "open_group",
     "reduce_scatter",

@@ -36,7 +36,6 @@ from typing import Any, Generic, TypeVar
 from typing_extensions import Buffer, Self
 
 from dcpstore.errors import ConfigError, RankFailures
-from dcpstore.ranks import steps
 from dcpstore.ranks.board import Board, BoardLostError
 from dcpstore.ranks.group import (
     Answer,
@@ -424,7 +423,7 @@ class _Verbs(RankGroup):
         self._rank = rank
         self._size = size
         self._coordinator = coordinator
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
 
     @property
     def rank(self) -> int:
@@ -445,34 +444,6 @@ class _Verbs(RankGroup):
     def is_coordinator(self) -> bool:
         """Whether this rank is the one that reduces."""
         return self._rank == self._coordinator
-
-    @property
-    def deadline_s(self) -> float:
-        """Seconds a step may take where its caller says nothing else."""
-        return self._deadline_s
-
-    def broadcast(self, value: T | None) -> T:
-        """All ranks: return the coordinator's value."""
-        result: T = steps.broadcast(self, "broadcast", lambda: value)  # type: ignore[assignment]
-        return result
-
-    def gather(self, value: T) -> list[T] | None:
-        """All ranks: return the values by rank on the coordinator, None elsewhere."""
-        return steps.gather(self, "gather", lambda: value)
-
-    def all_gather(self, value: T) -> list[T]:
-        """All ranks: return the values by rank."""
-        return steps.all_gather(self, "all_gather", lambda: value)
-
-    def scatter(self, values: Sequence[T] | None) -> T:
-        """All ranks: return this rank's part of the coordinator's `values`."""
-
-        def give_out(_: object) -> Sequence[T]:
-            if values is None:
-                raise ConfigError("the coordinator passes one value per rank to scatter")
-            return values
-
-        return steps.reduce_scatter(self, "scatter", lambda: None, give_out)
 
     def __enter__(self) -> Self:
         return self
@@ -505,12 +476,12 @@ class SingleGroup(_Verbs):
         produce: Callable[[], Blob],
         combine: Callable[[list[Blob]], Sequence[Blob]],
         consume: Callable[[Blob], T],
-        *,
-        deadline_s: float | None = None,
     ) -> T:
-        """Run the three functions; `deadline_s` bounds nothing, as there is nobody to await."""
-        del deadline_s
-        return steps.alone(self, step, lambda: consume(combine([produce()])[0]))
+        """Run the three functions; nothing bounds their time, as there is nobody to await."""
+        try:
+            return consume(combine([produce()])[0])
+        except Exception as error:
+            raise Decision.failed({0: describe(error)}).error(step) from error
 
     def open_lanes(self) -> None:
         """Do nothing: there is no other rank."""
@@ -611,11 +582,9 @@ class BoardGroup(_Verbs):
         produce: Callable[[], Blob],
         combine: Callable[[list[Blob]], Sequence[Blob]],
         consume: Callable[[Blob], T],
-        *,
-        deadline_s: float | None = None,
     ) -> T:
         """Run one step; see `RankGroup.exchange`."""
-        limit_s = self._limit_s(deadline_s)
+        limit_s = self._limit_s()
 
         def produce_or_hang_up() -> Blob:
             try:
@@ -637,7 +606,7 @@ class BoardGroup(_Verbs):
             bytes,
             lambda _: [b""],
             lambda _: None,
-            self._limit_s(None),
+            self._limit_s(),
             opens_lanes=True,
         )
 
@@ -689,7 +658,7 @@ class BoardGroup(_Verbs):
             raise ConfigError("no lanes are open: all ranks call open_lanes() first")
         return self._bulk.lanes
 
-    def _limit_s(self, deadline_s: float | None) -> float:
+    def _limit_s(self) -> float:
         if self._is_closed:
             raise ConfigError("the group is closed")
-        return self._deadline_s if deadline_s is None else deadline_s
+        return self.deadline_s

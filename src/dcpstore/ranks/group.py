@@ -56,6 +56,9 @@ class RankGroup(Protocol):
     then fails at once rather than at its deadline.
     """
 
+    deadline_s: float
+    """Seconds a step may take. It may be changed between two steps."""
+
     @property
     def rank(self) -> int:
         """This rank."""
@@ -76,19 +79,12 @@ class RankGroup(Protocol):
         """Whether this rank is the one that reduces."""
         ...
 
-    @property
-    def deadline_s(self) -> float:
-        """Seconds a step may take where its caller says nothing else."""
-        ...
-
     def exchange(
         self,
         step: str,
         produce: Callable[[], Blob],
         combine: Callable[[list[Blob]], Sequence[Blob]],
         consume: Callable[[Blob], T],
-        *,
-        deadline_s: float | None = None,
     ) -> T:
         """Run one step; `dcpstore.ranks.steps` has the convenient forms of it.
 
@@ -98,27 +94,10 @@ class RankGroup(Protocol):
             combine: Coordinator only: turns the blobs, by rank, into one blob for all ranks
                 or into one per rank.
             consume: Every rank: turns the blob from the coordinator into the result.
-            deadline_s: Seconds the step may take, from this rank's entry.
 
         Raises:
             RankFailures: On every rank alike, if any rank failed or did not answer.
         """
-        ...
-
-    def broadcast(self, value: T | None) -> T:
-        """All ranks: return the coordinator's value. What others pass is ignored."""
-        ...
-
-    def gather(self, value: T) -> list[T] | None:
-        """All ranks: return the values by rank on the coordinator, None elsewhere."""
-        ...
-
-    def all_gather(self, value: T) -> list[T]:
-        """All ranks: return the values by rank."""
-        ...
-
-    def scatter(self, values: Sequence[T] | None) -> T:
-        """All ranks: return this rank's part of the coordinator's `values`."""
         ...
 
     def open_lanes(self) -> None:

@@ -5,8 +5,10 @@ unpickle there) or does not answer, every rank raises the same `RankFailures`; s
 for interrupts and deadlines. All ranks call the same steps in the same order. What a rank
 does between two steps, nobody hears of until the next: whatever may fail belongs into one.
 
-With one rank nothing is pickled and nothing waits; results and the error's type are the same.
-The forms are those of DCP's ``_DistWrapper``, which users of planners know.
+Every step takes the group, the step's name for errors, and a function that runs on every rank
+(in `broadcast`, on the coordinator). With one rank nothing is pickled and nothing waits; results
+and the error's type are the same. The forms are those of DCP's ``_DistWrapper``, which users of
+planners know.
 """
 
 from __future__ import annotations
@@ -16,169 +18,106 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from dcpstore.errors import CheckpointError
-from dcpstore.ranks.group import Blob, Decision, RankGroup, describe
+from dcpstore.ranks.group import Blob, RankGroup
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def reduce_scatter(
-    group: RankGroup,
-    step: str,
-    map_fn: Callable[[], T],
-    reduce_fn: Callable[[list[T]], Sequence[R]],
-    *,
-    deadline_s: float | None = None,
-) -> R:
-    """All ranks: run `map_fn`; the coordinator reduces; each rank gets its part.
+def each(group: RankGroup, step: str, work: Callable[[], T]) -> T:
+    """All ranks: run `work`; return what it returned here, once it is done on every rank."""
+    made: list[T] = []
 
-    Args:
-        group: The ranks.
-        step: Names the step in errors.
-        map_fn: Runs on every rank.
-        reduce_fn: Runs on the coordinator with the values by rank; returns one part per rank.
-        deadline_s: Seconds the step may take; the group's own where None.
+    def produce() -> bytes:
+        made.append(work())
+        return b""
 
-    Raises:
-        RankFailures: On every rank, if any rank failed or did not answer.
-    """
-    parts: list[R] = []
-
-    def split(values: list[T]) -> list[Blob]:
-        parts.extend(reduce_fn(values))
-        if len(parts) != group.size:
-            raise ValueError(f"reduce_fn made {len(parts)} parts for {group.size} ranks")
-        return [
-            b"" if rank == group.rank else _dump(part, f"the part of rank {rank}")
-            for rank, part in enumerate(parts)
-        ]
-
-    if group.size == 1:
-        return alone(group, step, lambda: _only(reduce_fn([map_fn()])))
-    values = _Values(group, map_fn)
-    return group.exchange(
-        step,
-        values.dump_own,
-        lambda blobs: split(values.load_all(blobs)),
-        lambda blob: parts[group.rank] if group.is_coordinator else _load(blob, "its part"),
-        deadline_s=deadline_s,
-    )
+    return group.exchange(step, produce, lambda _: [b""], lambda _: made[0])
 
 
-def all_reduce(
-    group: RankGroup,
-    step: str,
-    map_fn: Callable[[], T],
-    reduce_fn: Callable[[list[T]], R],
-    *,
-    deadline_s: float | None = None,
-) -> R:
-    """All ranks: run `map_fn`; the coordinator reduces; every rank gets the result.
-
-    Arguments and errors are those of `reduce_scatter`.
-    """
-    results: list[R] = []
-
-    def reduce(values: list[T]) -> list[Blob]:
-        results.append(reduce_fn(values))
-        return [_dump(results[0], "the result")]
-
-    if group.size == 1:
-        return alone(group, step, lambda: reduce_fn([map_fn()]))
-    values = _Values(group, map_fn)
-    return group.exchange(
-        step,
-        values.dump_own,
-        lambda blobs: reduce(values.load_all(blobs)),
-        lambda blob: results[0] if group.is_coordinator else _load(blob, "the result"),
-        deadline_s=deadline_s,
-    )
-
-
-def all_gather(
-    group: RankGroup, step: str, map_fn: Callable[[], T], *, deadline_s: float | None = None
-) -> list[T]:
-    """All ranks: run `map_fn`; every rank gets all values by rank.
-
-    Arguments and errors are those of `reduce_scatter`.
-    """
-    if group.size == 1:
-        return alone(group, step, lambda: [map_fn()])
-    values = _Values(group, map_fn)
-    return group.exchange(
-        step,
-        values.dump_own,
-        lambda blobs: [pickle.dumps(blobs, protocol=5)],
-        lambda blob: values.load_all(_load(blob, "the values")),
-        deadline_s=deadline_s,
-    )
-
-
-def gather(
-    group: RankGroup, step: str, map_fn: Callable[[], T], *, deadline_s: float | None = None
-) -> list[T] | None:
-    """All ranks: run `map_fn`; the coordinator gets all values by rank, others None.
-
-    Arguments and errors are those of `reduce_scatter`.
-    """
-    gathered: list[T] = []
-
-    def keep(values: list[T]) -> list[Blob]:
-        gathered.extend(values)
-        return [b""]
-
-    if group.size == 1:
-        return alone(group, step, lambda: [map_fn()])
-    values = _Values(group, map_fn)
-    return group.exchange(
-        step,
-        values.dump_own,
-        lambda blobs: keep(values.load_all(blobs)),
-        lambda _: gathered if group.is_coordinator else None,
-        deadline_s=deadline_s,
-    )
-
-
-def broadcast(
-    group: RankGroup, step: str, fn: Callable[[], T], *, deadline_s: float | None = None
-) -> T:
-    """All ranks: the coordinator runs `fn`, every rank gets what it returned.
-
-    Arguments and errors are those of `reduce_scatter`.
-    """
-    if group.size == 1:
-        return alone(group, step, fn)
-    value = _Values(group, fn)
+def broadcast(group: RankGroup, step: str, work: Callable[[], T]) -> T:
+    """All ranks: the coordinator runs `work`, every rank gets what it returned."""
+    value = _Values(group, work)
     shared: T = group.exchange(
         step,
         value.dump_own if group.is_coordinator else bytes,
         lambda blobs: [blobs[group.rank]],
         lambda blob: value.own if group.is_coordinator else _load(blob, "the value"),
-        deadline_s=deadline_s,
     )
     return shared
 
 
-def barrier(
-    group: RankGroup,
-    step: str,
-    map_fn: Callable[[], object] = lambda: None,
-    *,
-    deadline_s: float | None = None,
-) -> None:
-    """All ranks: run `map_fn`, whose value is dropped; return once it is done on every rank.
+def gather(group: RankGroup, step: str, work: Callable[[], T]) -> list[T] | None:
+    """All ranks: run `work`; the coordinator gets all values by rank, others None."""
+    gathered: list[T] = []
+    values = _Values(group, work)
 
-    Arguments and errors are those of `reduce_scatter`.
-    """
+    def keep(blobs: list[Blob]) -> list[Blob]:
+        gathered.extend(values.load_all(blobs))
+        return [b""]
 
-    def produce() -> bytes:
-        map_fn()
-        return b""
+    return group.exchange(
+        step, values.dump_own, keep, lambda _: gathered if group.is_coordinator else None
+    )
 
-    if group.size == 1:
-        alone(group, step, produce)
-    else:
-        group.exchange(step, produce, lambda _: [b""], lambda _: None, deadline_s=deadline_s)
+
+def all_gather(group: RankGroup, step: str, work: Callable[[], T]) -> list[T]:
+    """All ranks: run `work`; every rank gets all values by rank."""
+    values = _Values(group, work)
+    return group.exchange(
+        step,
+        values.dump_own,
+        lambda blobs: [pickle.dumps(blobs, protocol=5)],
+        lambda blob: values.load_all(_load(blob, "the values")),
+    )
+
+
+def all_reduce(
+    group: RankGroup, step: str, work: Callable[[], T], reduce: Callable[[list[T]], R]
+) -> R:
+    """All ranks: run `work`; the coordinator reduces the values by rank; all get the result."""
+    return _reduce(group, step, work, lambda values: [reduce(values)])
+
+
+def reduce_scatter(
+    group: RankGroup, step: str, work: Callable[[], T], reduce: Callable[[list[T]], Sequence[R]]
+) -> R:
+    """All ranks: run `work`; the coordinator makes one part per rank of the values by rank."""
+
+    def split(values: list[T]) -> Sequence[R]:
+        parts = reduce(values)
+        if len(parts) != group.size:
+            raise ValueError(f"reduce made {len(parts)} parts for {group.size} ranks")
+        return parts
+
+    return _reduce(group, step, work, split)
+
+
+def _reduce(
+    group: RankGroup, step: str, work: Callable[[], T], reduce: Callable[[list[T]], Sequence[R]]
+) -> R:
+    """Run a step whose reduction makes one result for all ranks, or one part per rank."""
+    results: list[R] = []
+    values = _Values(group, work)
+
+    def combine(blobs: list[Blob]) -> list[Blob]:
+        results.extend(reduce(values.load_all(blobs)))
+        if group.size == 1:
+            return [b""]
+        if len(results) == 1:
+            return [_dump(results[0], "the result")]
+        return [
+            b"" if rank == group.rank else _dump(part, f"the part of rank {rank}")
+            for rank, part in enumerate(results)
+        ]
+
+    def consume(blob: Blob) -> R:
+        if not group.is_coordinator:
+            part: R = _load(blob, "its part of the result")
+            return part
+        return results[0 if len(results) == 1 else group.rank]
+
+    return group.exchange(step, values.dump_own, combine, consume)
 
 
 class _Values:
@@ -192,7 +131,7 @@ class _Values:
 
     def dump_own(self) -> bytes:
         self.own = self._make()
-        return _dump(self.own, "its value")
+        return b"" if self._group.size == 1 else _dump(self.own, "its value")
 
     def load_all(self, blobs: Sequence[Blob]) -> list[Any]:
         return [
@@ -217,21 +156,3 @@ def _load(blob: Blob, what: str) -> Any:
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{what} does not unpickle here: {cause}") from error
-
-
-def _only(parts: Sequence[R]) -> R:
-    if len(parts) != 1:
-        raise ValueError(f"reduce_fn made {len(parts)} parts for 1 rank")
-    return parts[0]
-
-
-def alone(group: RankGroup, step: str, fn: Callable[[], R]) -> R:
-    """Run a step of a group of one rank.
-
-    Raises:
-        RankFailures: If `fn` raises an ``Exception``.
-    """
-    try:
-        return fn()
-    except Exception as error:
-        raise Decision.failed({group.rank: describe(error)}).error(step) from error

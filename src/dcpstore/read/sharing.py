@@ -224,9 +224,9 @@ def fetch_shared(
             sum(share.bundle.range.num_bytes for share in wave)
             + sum(s.bundle.range.num_bytes for s in ahead if s.bundle.fetcher == group.rank)
         )
-        steps.barrier(group, f"fetch to share, wave {number}", partial(_finish, wave))
+        steps.each(group, f"fetch to share, wave {number}", partial(_finish, wave))
         _begin(job, group.rank, ahead)
-        steps.barrier(group, f"share, wave {number}", partial(_trade, group, job, wave))
+        steps.each(group, f"share, wave {number}", partial(_trade, group, job, wave))
         job.commit_complete(planner)
 
 

@@ -1105,7 +1105,7 @@ def carry(
         read: list[memoryview] = []
         work = partial(_trade_and_read, group, take, stats)
         legs = waves[number - 1] if number else ()
-        steps.barrier(group, _name(number), partial(work, legs, messages, reading, read))
+        steps.each(group, _name(number), partial(work, legs, messages, reading, read))
         messages = read
         is_last = number + 1 >= len(waves)
         reading = None if begin is None or is_last else begin(number + 1)
@@ -1327,7 +1327,7 @@ class LoadJob:
             filler = self._open_filler(stack)
             begin = None if self._content is None else partial(self._begin, filler)
             carry(self._group, orders.waves, delivery.take, begin, self.stats)
-            steps.barrier(self._group, "finish", partial(self._finish, own, delivery, filler))
+            steps.each(self._group, "finish", partial(self._finish, own, delivery, filler))
             if filler is not None:
                 self.stats.peak_bytes += filler.peak_bytes
 

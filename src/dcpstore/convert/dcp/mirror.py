@@ -645,8 +645,14 @@ def mirror(
     own = own_run(tasks, [task.size_bytes for task in tasks], group.rank, group.size)
     fresh = plan_and_seal.has_fresh_names
     transfer = Transfer(source, target, shares, meter, fresh or overwrite, verify)
-    done: list[Copied] = []
+    mine = [task.key for task in own] if fresh else []
     may_be_sealed = False
+
+    def copy() -> Copied:
+        copied = copy_objects(transfer, own)
+        if not transfer.overwrite:
+            mine.extend(copied.stored)
+        return copied
 
     def seal(copied: Sequence[Copied]) -> Mirrored:
         plan_and_seal.seal({key: one for part in copied for key, one in part.stored.items()})
@@ -657,17 +663,14 @@ def mirror(
         )
 
     try:
-        steps.barrier(group, "copy", lambda: done.append(copy_objects(transfer, own)))
-        steps.barrier(group, "verify", lambda: done.append(verify_copies(transfer, own, done[0])))
-        copied = steps.gather(group, "gather", lambda: done[-1])
+        written = steps.each(group, "copy", copy)
+        copied = steps.gather(group, "verify", lambda: verify_copies(transfer, own, written))
         may_be_sealed = True
         return steps.broadcast(group, _STEP_SEAL, lambda: seal(copied or ()))
     except BaseException as error:
         is_leftover = not may_be_sealed or is_surely_unpublished(error, group, _STEP_SEAL)
         if is_leftover and (fresh or not _sealed_by_another(error, group)):
-            made = [task.key for task in own] if fresh else done[0].stored if done else ()
-            doomed = made if fresh or not overwrite else ()
-            sweep(target, doomed, Proof.NOT_BEGUN, why="this failed copy")
+            sweep(target, mine, Proof.NOT_BEGUN, why="this failed copy")
         raise
 
 

@@ -42,7 +42,7 @@ from dcpstore.convert.dcp.source import (
     plan_value,
     read_blocks,
 )
-from dcpstore.convert.output import Shares
+from dcpstore.convert.output import Shares, fetched_by_all
 from dcpstore.convert.selection import ConvertResult
 from dcpstore.errors import ConflictError
 from dcpstore.format.dtypes import dtype_name
@@ -126,7 +126,7 @@ def write_checkpoint(
             progress=progress,
         )
     objects = _objects_of(group, target, options, saved.save_id)
-    fetched = steps.all_gather(group, "finish", lambda: checkpoint.stats.fetched_bytes)
+    fetched_bytes = fetched_by_all(group, checkpoint.stats.fetched_bytes)
     tensors = [entry for entry in entries if entry.properties is not None]
     return ConvertResult(
         source=checkpoint.url,
@@ -136,7 +136,7 @@ def write_checkpoint(
         tensor_bytes=sum(entry.num_bytes for entry in tensors),
         objects=objects,
         cast=_casts(checkpoint, tensors),
-        fetched_bytes=sum(fetched),
+        fetched_bytes=fetched_bytes,
         seconds=phases.seconds,
     )
 

@@ -240,11 +240,7 @@ def open_source(
     folder = Folder(url, options, config)
     try:
         found = steps.broadcast(group, "read metadata", lambda: find(folder.open(), config))
-        opened: list[Checkpoint] = []
-        steps.barrier(
-            group, "open metadata", lambda: opened.append(Checkpoint(folder, found, config))
-        )
+        return steps.each(group, "open metadata", lambda: Checkpoint(folder, found, config))
     except BaseException:
         folder.close()
         raise
-    return opened[0]

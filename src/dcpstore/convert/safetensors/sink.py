@@ -32,7 +32,13 @@ from typing import Literal
 import torch
 
 from dcpstore.convert.dcp.source import Block, Content, plan_blocks, read_blocks
-from dcpstore.convert.output import MIN_OUTPUT_BYTES, Outputs, Shares, is_surely_unpublished
+from dcpstore.convert.output import (
+    MIN_OUTPUT_BYTES,
+    Outputs,
+    Shares,
+    fetched_by_all,
+    is_surely_unpublished,
+)
 from dcpstore.convert.selection import ConvertResult, Selection
 from dcpstore.errors import (
     AlreadyExistsError,
@@ -529,14 +535,12 @@ class FilesJob:
         values: Literal["skip", "error"],
     ) -> tuple[Choice, FolderPlan]:
         """Plan the files; the same on all ranks."""
-        planned: list[tuple[Choice, FolderPlan]] = []
 
-        def plan() -> None:
+        def plan() -> tuple[Choice, FolderPlan]:
             choice = choose_tensors(self._checkpoint, selection, tied, values)
-            planned.append((choice, plan_folder(choice.tensors, max_shard_bytes, choice.about)))
+            return choice, plan_folder(choice.tensors, max_shard_bytes, choice.about)
 
-        steps.barrier(self._group, "plan the files", plan)
-        choice = planned[0][0]
+        choice, folder_plan = steps.each(self._group, "plan the files", plan)
         dtypes = {tensor.fqn: tensor.dtype for tensor in choice.tensors}
         named = {alias: kept for alias, kept in choice.aliases.items() if alias in tied}
         steps.broadcast(
@@ -544,11 +548,11 @@ class FilesJob:
             "compare tied tensors",
             lambda: compare_tied(self._checkpoint, named, dtypes, self._shares.block_bytes),
         )
-        return planned[0]
+        return choice, folder_plan
 
     def _write(self, store: Store, plan: FolderPlan, replaced: Replaced) -> None:
         own = share_files(plan.files, self._group.size)[self._group.rank]
-        steps.barrier(self._group, "write the files", lambda: self._write_files(store, own))
+        steps.each(self._group, "write the files", lambda: self._write_files(store, own))
         steps.broadcast(
             self._group,
             _STEP_PUBLISH,
@@ -594,9 +598,7 @@ class FilesJob:
             )
 
     def _result(self, choice: Choice, plan: FolderPlan) -> ConvertResult:
-        fetched = steps.all_gather(
-            self._group, "finish", lambda: self._checkpoint.stats.fetched_bytes
-        )
+        fetched_bytes = fetched_by_all(self._group, self._checkpoint.stats.fetched_bytes)
         objects = {file.key: file.layout.size_bytes for file in plan.files}
         if plan.index is not None:
             objects[INDEX_FILE] = len(plan.index)
@@ -608,6 +610,6 @@ class FilesJob:
             objects=objects,
             skipped=choice.skipped,
             cast=choice.cast,
-            fetched_bytes=sum(fetched),
+            fetched_bytes=fetched_bytes,
             seconds=dict(self._phases.seconds),
         )

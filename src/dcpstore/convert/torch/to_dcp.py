@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpstore.config import ReadConfig, WriteConfig
-from dcpstore.convert.output import Shares, share_budget
+from dcpstore.convert.output import Shares, fetched_by_all, share_budget
 from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
 from dcpstore.convert.torch.layout import LAYOUT_KEY, Layout, encode_layout, write_record
 from dcpstore.convert.torch.pickle import (
@@ -659,13 +659,7 @@ class _ToCheckpoint:
         return self._result(choice, saved, writer, ahead)
 
     def _choose(self, selection: Selection) -> FileChoice:
-        chosen: list[FileChoice] = []
-        steps.barrier(
-            self._group,
-            "choose the keys",
-            lambda: chosen.append(choose(self._file, selection)),
-        )
-        return chosen[0]
+        return steps.each(self._group, "choose the keys", lambda: choose(self._file, selection))
 
     # --- what is no strided tensor ---------------------------------------------------------
 
@@ -695,7 +689,7 @@ class _ToCheckpoint:
     def _result(
         self, choice: FileChoice, saved: SaveResult, writer: SharingWriter, ahead: ReadAhead
     ) -> ConvertResult:
-        fetched = steps.all_gather(self._group, "finish", lambda: ahead.fetched_bytes)
+        fetched_bytes = fetched_by_all(self._group, ahead.fetched_bytes)
         objects = steps.broadcast(self._group, "report", lambda: dict(writer.objects))
         places = [*choice.tensors, *choice.aliases]
         named = {**choice.tensors, **{a: choice.tensors[n] for a, n in choice.aliases.items()}}
@@ -708,7 +702,7 @@ class _ToCheckpoint:
             objects=objects,
             skipped=choice.skipped,
             cast=choice.cast,
-            fetched_bytes=sum(fetched),
+            fetched_bytes=fetched_bytes,
             seconds={**self._phases.seconds, **saved.seconds},
         )
 
