@@ -40,7 +40,7 @@ from dcpstore.ranks.agreement import Ranks, call_set_up, is_stateful, join_ranks
 from dcpstore.read.discovery import Discovered
 from dcpstore.read.pump import ReadJob, ReadStats
 from dcpstore.read.reader import ObjectStoreReader
-from dcpstore.read.sharing import SharePolicy, Sharing, fetch_shared, plan_shares
+from dcpstore.read.sharing import SharePolicy, Shares, read_shared
 from dcpstore.read.torch_save import BroadcastingTorchSaveReader
 from dcpstore.report import LoadResult, Meter, Phases, ProgressCallback, Transfer, show_progress
 
@@ -257,29 +257,21 @@ class _LoadJob:
 
             job = steps.each(self._group, "check targets", prepare)
             keys = sorted({item.key for item in self._metadata.storage_data.values()})
-            numbers = {key: number for number, key in enumerate(keys)}
-            agreed = plan_shares(
+            self._sharing, self._is_plan_cached = read_shared(
                 self._group,
-                lambda: job.units(numbers),
+                job,
+                self._planner,
                 reader.config,
-                self._policy if is_global else "never",
-                self._share_cache(),
+                keys=keys,
+                policy=self._policy if is_global else "never",
+                cache=self._share_cache(),
             )
-            self._sharing, self._is_plan_cached = agreed.sharing.reason, agreed.is_cached
-            succeeded = False
-            try:
-                if agreed.sharing.plan is not None:
-                    fetch_shared(self._group, job, agreed.sharing.plan, keys, self._planner)
-                steps.each(self._group, "read", lambda: job.fetch_rest(self._planner))
-                succeeded = True
-            finally:
-                agreed.settle(succeeded)
         return job.stats
 
-    def _share_cache(self) -> PlanCache[list[Sharing]]:
+    def _share_cache(self) -> PlanCache[Shares]:
         """Return the planner's, which lives as long as the caller keeps the planner."""
         if isinstance(self._planner, LoadPlanner):
-            cache: PlanCache[list[Sharing]] = self._planner.plan_cache
+            cache: PlanCache[Shares] = self._planner.plan_cache
             return cache
         return PlanCache()
 

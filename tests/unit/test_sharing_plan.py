@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpstore.read.plan import SharePlan, plan_sharing
+from dcpstore.read.sharing import Bundle, SharePlan, plan_sharing
 
 MIB = 1 << 20
 
 
 def rows(*units: tuple[int, int, int]) -> np.ndarray:
-    return np.array(units, dtype=np.int64).reshape(-1, 3)
+    """Ranges of which every byte is wanted."""
+    wide = [(obj, start, end, end - start, end - start) for obj, start, end in units]
+    return np.array(wide, dtype=np.int64).reshape(-1, 5)
+
+
+def ranks_of(bundle: Bundle) -> tuple[int, ...]:
+    (message,) = bundle.messages
+    return message.ranks
 
 
 def plan(
@@ -26,8 +35,11 @@ def test_replicas_fetch_each_byte_once_in_equal_shares() -> None:
     done = plan([whole] * 8)
     assert done.unique_bytes == 64 * MIB
     assert done.wanted_bytes == 8 * 64 * MIB
-    assert done.fetched_bytes(8) == [8 * MIB] * 8
-    assert all(bundle.ranks == tuple(range(8)) for bundle in done.bundles)
+    fetched = Counter()
+    for bundle in done.bundles:
+        fetched[bundle.fetcher] += bundle.range.num_bytes
+    assert fetched == dict.fromkeys(range(8), 8 * MIB)
+    assert all(ranks_of(bundle) == tuple(range(8)) for bundle in done.bundles)
 
 
 def test_what_one_rank_wants_is_not_shared() -> None:
@@ -39,7 +51,7 @@ def test_what_one_rank_wants_is_not_shared() -> None:
 def test_neighbours_that_the_same_ranks_want_travel_together() -> None:
     both = rows((0, 0, 10), (0, 10, 20), (0, 25, 30), (1, 0, 5))
     done = plan([both, both, rows((0, 10, 20))], gap=5)
-    spans = {(b.object, *b.range, b.ranks) for b in done.bundles}
+    spans = {(b.object, *b.range, ranks_of(b)) for b in done.bundles}
     assert spans == {
         (0, 0, 10, (0, 1)),
         (0, 10, 20, (0, 1, 2)),
@@ -78,7 +90,7 @@ def test_every_shared_unit_reaches_every_rank_that_wants_it(
     done = plan(units, request_bytes, gap, wave_bytes)
     wants: dict[tuple[int, int, int], set[int]] = {}
     for rank, one in enumerate(units):
-        for unit in map(tuple, one.tolist()):
+        for unit in (tuple(row[:3]) for row in one.tolist()):
             wants.setdefault(unit, set()).add(rank)
     for (obj, start, end), ranks in wants.items():
         holding = [
@@ -87,10 +99,11 @@ def test_every_shared_unit_reaches_every_rank_that_wants_it(
             if b.object == obj
             and b.range.start <= start
             and end <= b.range.end
-            and set(b.ranks) == ranks
+            and set(ranks_of(b)) == ranks
         ]
         assert len(holding) == (1 if len(ranks) > 1 else 0)
-    assert all(b.fetcher in b.ranks for b in done.bundles)
+    assert all(b.fetcher in ranks_of(b) for b in done.bundles)
     assert all(b.range.num_bytes <= request_bytes for b in done.bundles)
-    assert [b.number for b in done.bundles] == list(range(len(done.bundles)))
+    messages = [message for b in done.bundles for message in b.messages]
+    assert [message.number for message in messages] == list(range(len(messages)))
     assert all(b.wave < done.num_waves for b in done.bundles)

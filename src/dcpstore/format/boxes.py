@@ -54,6 +54,28 @@ def span_of(
     return ByteRange(first * item_bytes, (last + 1) * item_bytes)
 
 
+def spacing(
+    chunk_sizes: Sequence[int], box_sizes: Sequence[int], item_bytes: int
+) -> tuple[int, int] | None:
+    """Return how many bytes of a box's span are its own every how many; the same if all are.
+
+    Returns:
+        None if its runs do not all lie equally far apart.
+    """
+    levels = [(1, 1)]  # from the inside out: so many, so far apart, in elements
+    strides = row_major_strides(tuple(chunk_sizes))
+    for size, stride in zip(reversed(box_sizes), reversed(strides), strict=True):
+        count, step = levels[-1]
+        if size > 1 and stride == count * step:
+            levels[-1] = (count * size, step)
+        elif size > 1:
+            levels.append((size, stride))
+    if len(levels) > 2:
+        return None
+    run = levels[0][0]
+    return run * item_bytes, (levels[1][1] if len(levels) == 2 else run) * item_bytes
+
+
 def runs(
     chunk_sizes: Sequence[int],
     offsets: Sequence[int],

@@ -17,25 +17,25 @@ import io
 import logging
 import queue
 import threading
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
+from dcpstore.format.boxes import spacing
 from dcpstore.format.checksum import find_bad_block
+from dcpstore.format.dtypes import item_bytes
 from dcpstore.format.manifest import StoredItem
-from dcpstore.read.plan import Piece, Request, Units, join_pieces, plan_pieces
+from dcpstore.read.plan import Piece, Request, join_pieces, plan_pieces
 from dcpstore.read.records import decode, decode_tensor, is_worth_placing, place
 from dcpstore.read.targets import (
     MOST_LANDING_BYTES,
@@ -55,9 +55,9 @@ from dcpstore.report import Meter
 from dcpstore.store.base import FillsMemory, Store
 from dcpstore.store.budget import ByteBudget, Cancelled, FlightWindow, bytes_in_flight
 from dcpstore.store.hedge import RangeHedge
-from dcpstore.store.ranges import ByteRange
 from dcpstore.text import collector_paused
 
+T = TypeVar("T")
 Content: TypeAlias = memoryview | tuple[memoryview, ...]
 """Bytes in one piece of memory, or in several behind each other."""
 
@@ -175,7 +175,8 @@ class ReadJob:
         self._failed = threading.Event()
         self._error: BaseException | None = None
         self._slots: list[Slot] = []
-        self._pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[Piece]] = {}
+        """What is still to be fetched, by object."""
         self._done: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         self._num_touched = 0
         self._is_inference = torch.is_inference_mode_enabled()
@@ -225,7 +226,7 @@ class ReadJob:
             join_gap_bytes=self._config.join_gap_bytes,
             verify=self._config.verify,
         )
-        self._pieces = {key: sorted(parts, key=_start_of) for key, parts in pieces.by_key.items()}
+        self.pieces = pieces.by_key
         self.stats.needed_bytes += pieces.needed_bytes
         self._meter.expect(pieces.needed_bytes)
         for number, slot in enumerate(self._slots):
@@ -269,65 +270,63 @@ class ReadJob:
 
     # --- requests --------------------------------------------------------------------
 
-    def units(self, object_numbers: Mapping[str, int]) -> Units:
-        """Return the distinct ranges that this rank wants, as rows (object, start, end)."""
-        rows = {
-            (object_numbers[key], *piece.fetch)
-            for key, pieces in self._pieces.items()
-            for piece in pieces
-        }
-        return np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)
-
-    def take(self, key: str, span: ByteRange) -> Request:
-        """Take the pieces that lie inside a range out of what this rank fetches itself."""
-        pieces = self._pieces.get(key, [])
-        low = bisect_left(pieces, span.start, key=_start_of)
-        high = bisect_left(pieces, span.end, lo=low, key=_start_of)
-        window_of = pieces[low:high]
-        inside = tuple(piece for piece in window_of if piece.fetch.end <= span.end)
-        pieces[low:high] = [piece for piece in window_of if piece.fetch.end > span.end]
-        return Request(key, span, inside)
+    def spacing(self, piece: Piece) -> tuple[int, int]:
+        """Return how many bytes of a piece's range are wanted every how many; most often all."""
+        num_bytes, item = piece.fetch.num_bytes, self._slots[piece.slot].item
+        if piece.box is None or piece.is_flat or item.checksums is not None:
+            return num_bytes, num_bytes
+        return spacing(item.sizes, piece.box.sizes, item_bytes(item.dtype)) or (
+            num_bytes,
+            num_bytes,
+        )
 
     def note_held(self, num_bytes: int) -> None:
         """Count bytes that are held outside the budget's own book."""
         self.stats.peak_bytes = max(self.stats.peak_bytes, num_bytes)
 
-    def fetch(self, request: Request) -> Future[memoryview]:
-        """Begin to fetch a range for this rank and others; the bytes come back verified."""
+    def fetch(self, request: Request, take: Callable[[memoryview], T]) -> Future[T]:
+        """Begin to fetch a range for this rank and others.
+
+        Args:
+            request: With the pieces of this rank, which are delivered.
+            take: Given the bytes, verified where this rank can tell.
+        """
         self._count(request)
-        return self._executor.submit(self._get_verified, request)
+        return self._executor.submit(self._fetch, request, take)
 
-    def deliver(self, request: Request, data: memoryview) -> Future[None]:
-        """Begin to copy bytes that another rank, or `fetch`, got to their targets."""
-        return self._executor.submit(self._deliver_checked, request, data)
-
-    def _deliver_checked(self, request: Request, data: memoryview) -> None:
-        self._raise_if_bad(request, data)
+    def _fetch(self, request: Request, take: Callable[[memoryview], T]) -> T:
+        data = self._get_verified(request)
         self._deliver(request, data)
+        return take(data)
 
-    def commit_complete(self, planner: LoadPlanner) -> None:
-        """Tell the planner of every target that is complete. In the caller's thread."""
-        self._drain(planner)
+    def deliver(self, contents: Iterable[tuple[Request, memoryview]]) -> Future[None]:
+        """Begin to verify bytes that another rank fetched, and to copy them to their targets."""
+        return self._executor.submit(self._deliver_all, contents)
+
+    def _deliver_all(self, contents: Iterable[tuple[Request, memoryview]]) -> None:
+        for request, data in contents:
+            self._raise_if_bad(request, data)
+            self._deliver(request, data)
 
     def fetch_rest(self, planner: LoadPlanner) -> None:
         """Fetch and deliver every piece that was not taken out, and commit what is complete."""
         requests = join_pieces(
-            self._pieces,
+            self.pieces,
             request_bytes=self._request_bytes,
             join_gap_bytes=self._config.join_gap_bytes,
         )
-        self._pieces = {}
+        self.pieces = {}
         futures = []
         try:
             for one in self._plan_landings(requests):
                 futures.append(self._submit(one))
-                self._drain(planner)
+                self.commit_complete(planner)
         except Cancelled:
             pass
         wait(futures)
         if self._error is not None:
             raise self._error
-        self._drain(planner)
+        self.commit_complete(planner)
 
     def _plan_landings(self, requests: Sequence[Request]) -> Iterable[Request | Landing]:
         if not self._store.capabilities.fills_memory:
@@ -458,7 +457,8 @@ class ReadJob:
 
     # --- the caller's side ---------------------------------------------------------------
 
-    def _drain(self, planner: LoadPlanner) -> None:
+    def commit_complete(self, planner: LoadPlanner) -> None:
+        """Tell the planner of every target that is complete. In the caller's thread."""
         while True:
             try:
                 slot = self._done.get_nowait()
@@ -476,10 +476,6 @@ class ReadJob:
         if target.read_item.type != LoadItemType.BYTE_IO and target.tensor is not None:
             planner.commit_tensor(target.read_item, target.tensor)
         target.tensor = None
-
-
-def _start_of(piece: Piece) -> int:
-    return piece.fetch.start
 
 
 def _contents(request: Request, data: memoryview) -> Iterator[memoryview]:

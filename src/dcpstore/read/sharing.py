@@ -1,35 +1,278 @@
-"""Read once, share: carry out a `SharePlan` over a group of ranks.
+"""Read once, send on: bytes that ranks fetch for each other.
 
-::
+Ranks that hold the same data (DDP, HSDP, replicated optimizer scalars, norms under tensor
+parallelism) want the same units: ranges of objects that follow from the stored item and its
+checksum blocks alone. What several ranks want is fetched by one of them::
 
-    wave 0   fetch own bundles | step: all fetched? | send and receive | deliver
-    wave 1     (fetched while wave 0 travels)       | step: all fetched? | send ...
+    wanted by  0 1 2 3     0 1     2 3       0
+               [ bundle ][bundle][bundle]  [own]
+    fetched by      2        0       3       0
 
-Every wave is two steps of the group, so a rank whose fetch or transfer fails is known to
-all ranks before anybody waits for its bytes. Received bytes are verified like fetched ones.
+Where one rank alone has access, it fetches everything, and a bundle holds what several sets of
+ranks want, such as the columns that each of them has of some rows. What the same ranks want of
+a bundle is packed into one message, without what lies between::
+
+    object     0 0 1 1 2 2 3 3      message to 0   0 0 0 0
+               0 0 1 1 2 2 3 3      message to 1   1 1 1 1   ...
+
+A message goes down a binomial tree: to W ranks its fetcher sends it log2(W) times. Bundles
+travel in waves, which bound what a rank holds; one is fetched while the one before travels::
+
+    step 0: wave 0 fetched?   step 1: wave 0 carried, wave 1 fetched?   step 2: wave 1 carried ...
+
+A wave is carried only after a step in which all ranks were well, so nobody waits for bytes
+that another rank could not fetch. What was received is verified like what was fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcpstore.config import ReadConfig
-from dcpstore.plan.wire import PlanCache, cache_key, content_digest
-from dcpstore.ranks import RankGroup, steps
-from dcpstore.read.plan import Bundle, Request, SharePlan, Units, plan_sharing
+from dcpstore.plan.agreement import Agreement
+from dcpstore.plan.wire import PackedPlan, PartKind, PlanCache, PlanFlag
+from dcpstore.plan.wire import Part as PlanPart
+from dcpstore.ranks import Pending, RankGroup, steps
+from dcpstore.ranks.lanes import tree_children, tree_parent
+from dcpstore.read.plan import Piece, Request
 from dcpstore.read.pump import ReadJob
 from dcpstore.store.budget import bytes_in_flight
+from dcpstore.store.ranges import ByteRange
 
 SharePolicy = Literal["auto", "always", "never"]
 
+_NOTHING = memoryview(b"")
 _LEAST_SAVED_BYTES = 1 << 20  # below this the extra steps cost more than the requests saved
+
+Units = npt.NDArray[np.int64]
+"""What a rank wants, as rows of (object number, start, end, run, step): of bytes [start, end)
+``run`` bytes every ``step`` bytes. Both are the whole length where every byte is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What the same ranks want of a bundle.
+
+    Attributes:
+        number: The same on all ranks.
+        ranks: Who wants it, ascending.
+        units: Packed one behind the other.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    units: Units
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+        return int(_packed_bytes(self.units).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A range of an object that one rank fetches for several.
+
+    Attributes:
+        wave: When.
+        object: Number of the object.
+        range: Bytes of the object.
+        fetcher: The rank that fetches it.
+        messages: What becomes of it.
+    """
+
+    wave: int
+    object: int
+    range: ByteRange
+    fetcher: int
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SharePlan:
+    """What ranks fetch for each other.
+
+    Attributes:
+        bundles: In the order of their waves.
+        num_waves: Waves in all; every rank takes part in each.
+        unique_bytes: Bytes of all units, each counted once.
+        wanted_bytes: The same, counted once per rank that wants them.
+    """
+
+    bundles: tuple[Bundle, ...]
+    num_waves: int
+    unique_bytes: int
+    wanted_bytes: int
+
+    def of_rank(self, rank: int) -> SharePlan:
+        """Return the part that concerns one rank."""
+        own = []
+        for bundle in self.bundles:
+            is_mine = bundle.fetcher == rank
+            messages = tuple(m for m in bundle.messages if is_mine or rank in m.ranks)
+            if messages:
+                own.append(replace(bundle, messages=messages))
+        return replace(self, bundles=tuple(own))
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A bundle to be: rows of the units in it, and all ranks that hold some of it."""
+
+    object: int
+    start: int
+    end: int
+    rows: list[int]
+    ranks: tuple[int, ...]
+
+
+def plan_sharing(
+    units: Sequence[Units],
+    *,
+    request_bytes: int,
+    join_gap_bytes: int,
+    wave_bytes: int,
+    fetcher: int | None = None,
+) -> SharePlan:
+    """Plan who fetches what for whom.
+
+    Args:
+        units: Per rank. Duplicates within a rank count once.
+        request_bytes: Longest bundle, unless one unit is longer.
+        join_gap_bytes: Widest hole worth fetching along.
+        wave_bytes: Most bytes of one wave that a rank holds.
+        fetcher: The rank that fetches everything, what one rank alone wants included. None:
+            each rank fetches that itself, and a fair share of what several want.
+    """
+    unique, sets = _wanting_ranks(units)
+    together: dict[tuple[int, ...], list[int]] = {}
+    for row, ranks in enumerate(sets):
+        if fetcher is not None or len(ranks) > 1:
+            together.setdefault(() if fetcher is not None else ranks, []).append(row)
+    drafts = [
+        draft
+        for ranks, rows in together.items()
+        for draft in _draft(unique, rows, ranks, request_bytes, join_gap_bytes)
+    ]
+    if fetcher is not None:
+        for draft in drafts:
+            draft.ranks = tuple({fetcher}.union(*(sets[row] for row in draft.rows)))
+    loads = np.zeros(len(units), dtype=np.int64)
+    numbers = itertools.count()
+    bundles = []
+    for wave, draft in _number_waves(drafts, len(units), wave_bytes, in_order=fetcher is not None):
+        members = np.asarray(draft.ranks if fetcher is None else (fetcher,))
+        chosen = int(members[np.argmin(loads[members])])
+        loads[chosen] += draft.end - draft.start
+        by_ranks: dict[tuple[int, ...], list[int]] = {}
+        for row in draft.rows:
+            by_ranks.setdefault(sets[row], []).append(row)
+        messages = tuple(
+            Message(next(numbers), ranks, unique[rows]) for ranks, rows in by_ranks.items()
+        )
+        span = ByteRange(draft.start, draft.end)
+        bundles.append(Bundle(wave, draft.object, span, chosen, messages))
+    lengths = _packed_bytes(unique)
+    return SharePlan(
+        tuple(bundles),
+        1 + max((bundle.wave for bundle in bundles), default=-1),
+        int(lengths.sum()),
+        int((lengths * np.array([len(ranks) for ranks in sets], dtype=np.int64)).sum()),
+    )
+
+
+def _packed_bytes(units: Units) -> npt.NDArray[np.int64]:
+    """Return how many bytes are wanted of each unit."""
+    _, start, end, run, step = units.T
+    packed: npt.NDArray[np.int64] = ((end - start - run) // step + 1) * run
+    return packed
+
+
+def _wanting_ranks(units: Sequence[Units]) -> tuple[Units, list[tuple[int, ...]]]:
+    """Return the distinct units in order and, for each, the ranks that want it."""
+    distinct = [np.unique(one.reshape(-1, 5), axis=0) for one in units]
+    ranks = np.repeat(np.arange(len(units)), [len(one) for one in distinct])
+    unique, inverse = np.unique(np.concatenate(distinct), axis=0, return_inverse=True)
+    inverse = inverse.reshape(-1)  # numpy 2.0 alone shapes it otherwise
+    order = np.argsort(inverse, kind="stable")
+    ends = np.cumsum(np.bincount(inverse, minlength=len(unique)))
+    members = ranks[order]
+    edges = np.concatenate([[0], ends]).astype(np.int64)
+    sets = [tuple(members[a:b].tolist()) for a, b in itertools.pairwise(edges)]
+    return unique, sets
+
+
+def _draft(
+    unique: Units,
+    rows: Sequence[int],
+    ranks: tuple[int, ...],
+    request_bytes: int,
+    join_gap_bytes: int,
+) -> list[_Draft]:
+    """Join units that overlap, so that no byte is fetched twice, and then neighbours."""
+    singles = [
+        _Draft(obj, start, end, [row], ranks)
+        for row, (obj, start, end) in zip(rows, unique[rows, :3].tolist(), strict=True)
+    ]
+    return _join(_join(singles, request_bytes, -1), request_bytes, join_gap_bytes)
+
+
+def _join(drafts: Iterable[_Draft], most_bytes: int, gap_bytes: int) -> list[_Draft]:
+    joined: list[_Draft] = []
+    for draft in drafts:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.object == draft.object
+            and draft.start - last.end <= gap_bytes
+            and max(draft.end, last.end) - last.start <= most_bytes
+        ):
+            last.end = max(draft.end, last.end)
+            last.rows += draft.rows
+        else:
+            joined.append(draft)
+    return joined
+
+
+def _number_waves(
+    drafts: Sequence[_Draft], num_ranks: int, wave_bytes: int, *, in_order: bool
+) -> list[tuple[int, _Draft]]:
+    """Put each bundle into the first wave in which all its ranks have room for it.
+
+    Bundles of the same ranks stay in order, or all do. One that is larger than a wave gets one
+    alone.
+    """
+    held: list[npt.NDArray[np.int64]] = []  # per wave: bytes per rank
+    first_wave: dict[tuple[int, ...], int] = {}
+    numbered = []
+    for draft in sorted(drafts, key=lambda draft: (draft.object, draft.start, draft.end)):
+        members = np.asarray(draft.ranks)
+        num_bytes = draft.end - draft.start
+        key = () if in_order else draft.ranks
+        wave = first_wave.get(key, 0)
+        while wave < len(held):
+            fullest = int(held[wave][members].max())
+            if fullest == 0 or fullest + num_bytes <= wave_bytes:
+                break
+            wave += 1
+        else:
+            held.append(np.zeros(num_ranks, dtype=np.int64))
+        held[wave][members] += num_bytes
+        first_wave[key] = wave
+        numbered.append((wave, draft))
+    return sorted(numbered, key=lambda one: one[0])
+
+
+# --- agreeing -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,237 +288,274 @@ class Sharing:
     reason: str
 
 
-def _keep_nothing(succeeded: bool) -> None:
-    del succeeded
-
-
 @dataclass(frozen=True, slots=True)
-class AgreedShares:
-    """What all ranks agreed to share, as one rank knows it.
+class Shares:
+    """What was decided for each rank."""
 
-    Attributes:
-        sharing: This rank's part.
-        is_cached: Whether an earlier load wanted the same.
-        settle: To be told whether the load succeeded; does something on the coordinator only.
-    """
-
-    sharing: Sharing
-    is_cached: bool = False
-    settle: Callable[[bool], None] = _keep_nothing
+    decisions: list[Sharing]
 
 
-def plan_shares(
+def read_shared(
     group: RankGroup,
-    units: Callable[[], Units],
+    job: ReadJob,
+    planner: LoadPlanner,
     config: ReadConfig,
+    *,
+    keys: Sequence[str],
     policy: SharePolicy,
-    cache: PlanCache[list[Sharing]],
-) -> AgreedShares:
-    """Agree on who fetches what for whom. All ranks; at most two steps of the group.
+    cache: PlanCache[Shares],
+    fetcher: int | None = None,
+) -> tuple[str, bool]:
+    """Read what a job was prepared for, sharing what pays. All ranks.
 
-    Wants travel by name first. Of ranks that want the same only one is asked to send them,
-    and nobody is if an earlier load wanted the same::
-
-        step "plan sharing"  up: digest of this rank's fetch ranges
-                             down: its bundles, if they are known; else whether to send the ranges
-        step "merge wants"   up: the ranges, from one rank of each kind; down: its bundles
+    The ranks agree in the steps "plan sharing" and "merge wants" (see
+    `dcpstore.plan.agreement`), carry the waves, and then read what is left, each for itself.
 
     Args:
         group: The ranks that load together.
-        units: Makes `ReadJob.units` of this rank.
+        job: This rank's load.
+        planner: Told of complete targets, in the calling thread.
         config: Sizes and bounds.
+        keys: Of all objects, in the same order on all ranks.
         policy: ``"auto"`` shares where it saves at least 1 MiB of requests.
         cache: What earlier loads agreed on; used on the coordinator.
+        fetcher: The only rank that can read; None if all can.
+
+    Returns:
+        What was shared and why, in words, and whether an earlier load wanted the same.
+
+    Raises:
+        RankFailures: On every rank, if any failed to fetch, to carry or to deliver.
     """
-    if policy == "never":
-        return AgreedShares(Sharing(None, "not shared: share='never'"))
-    if group.size == 1:
-        return AgreedShares(Sharing(None, "not shared: one rank"))
-    return _ShareExchange(group, units, config, policy, cache).run()
+    if policy == "never" or group.size == 1:
+        steps.each(group, "read", lambda: job.fetch_rest(planner))
+        return f"not shared: {'one rank' if group.size == 1 else 'share=' + repr(policy)}", False
+    wants = _Wants(job, keys)
+    wave_bytes = share_wave_bytes(config)
+    merge = partial(_merge, config, policy, fetcher)
+    fingerprint = f"share {policy} {wave_bytes} {config.request_bytes} {config.join_gap_bytes}"
+    agreement = Agreement(group, cache, fingerprint, merge)
+    sharing = agreement.reach("plan sharing", "merge wants", wants.pack)
+    succeeded = False
+    try:
+        if sharing.plan is not None:
+            _Carrier(group, job, wants, sharing.plan).run(planner)
+        steps.each(group, "read", lambda: job.fetch_rest(planner))
+        succeeded = True
+    finally:
+        agreement.settle(succeeded)
+    return sharing.reason, agreement.is_cached
 
 
-class _ShareExchange:
-    """One rank's way through an exchange of wants."""
-
-    def __init__(
-        self,
-        group: RankGroup,
-        units: Callable[[], Units],
-        config: ReadConfig,
-        policy: SharePolicy,
-        cache: PlanCache[list[Sharing]],
-    ) -> None:
-        self._group = group
-        self._make_units = units
-        self._config = config
-        self._policy = policy
-        self._cache = cache
-        self._units = b""
-        self._digests: Sequence[bytes] = ()
-        self._key = b""
-
-    def run(self) -> AgreedShares:
-        answer = steps.reduce_scatter(self._group, "plan sharing", self._name, self._look_up)
-        is_cached = isinstance(answer, Sharing)
-        if isinstance(answer, Sharing):
-            sharing = answer
-        else:
-            sent = self._units if answer else None
-            sharing = steps.reduce_scatter(self._group, "merge wants", lambda: sent, self._merge)
-        settle = self._settle if self._group.is_coordinator else _keep_nothing
-        return AgreedShares(sharing, is_cached, settle)
-
-    def _name(self) -> bytes:
-        self._units = self._make_units().tobytes()
-        return content_digest(self._units)
-
-    def _look_up(self, digests: Sequence[bytes]) -> Sequence[Sharing | bool]:
-        """Return what was decided for the same wants before, or else who is to send theirs."""
-        bounds = f"{_wave_bytes(self._config)} {_bundle_bytes(self._config)}"
-        fingerprint = f"share {self._policy} {bounds} {self._config.join_gap_bytes}"
-        self._digests = digests
-        self._key = cache_key(digests, fingerprint)
-        known = self._cache.find(self._key)
-        if known is not None:
-            return known
-        first = {digest: rank for rank, digest in reversed([*enumerate(digests)])}
-        return [first[digest] == rank for rank, digest in enumerate(digests)]
-
-    def _merge(self, sent: Sequence[bytes | None]) -> list[Sharing]:
-        units_of = {
-            digest: np.frombuffer(one, np.int64).reshape(-1, 3)
-            for digest, one in zip(self._digests, sent, strict=True)
-            if one is not None
-        }
-        plan = plan_sharing(
-            [units_of[digest] for digest in self._digests],
-            request_bytes=_bundle_bytes(self._config),
-            join_gap_bytes=self._config.join_gap_bytes,
-            wave_bytes=_wave_bytes(self._config),
-        )
-        decided = _decide(plan, self._policy, self._group.size)
-        self._cache.put(self._key, decided)
-        return decided
-
-    def _settle(self, succeeded: bool) -> None:
-        if succeeded:
-            self._cache.confirm(self._key)
-        else:
-            self._cache.invalidate(self._key)
-
-
-def _wave_bytes(config: ReadConfig) -> int:
+def share_wave_bytes(config: ReadConfig) -> int:
     """Return what a wave may hold of the budget.
 
     Half of what may be in flight, as the next is fetched while this one travels.
     """
-    return bytes_in_flight(config.budget_bytes) // 2
+    return max(bytes_in_flight(config.budget_bytes) // 2, 1)
 
 
-def _bundle_bytes(config: ReadConfig) -> int:
-    return min(config.request_bytes, _wave_bytes(config))
-
-
-def _decide(plan: SharePlan, policy: SharePolicy, num_ranks: int) -> list[Sharing]:
+def _merge(
+    config: ReadConfig, policy: SharePolicy, fetcher: int | None, packed: Sequence[PackedPlan]
+) -> Shares:
+    wave_bytes = share_wave_bytes(config)
+    plan = plan_sharing(
+        [
+            np.frombuffer(one.first_of(PartKind.ROWS) or b"", np.int64).reshape(-1, 5)
+            for one in packed
+        ],
+        request_bytes=min(config.request_bytes, wave_bytes),
+        join_gap_bytes=config.join_gap_bytes,
+        wave_bytes=wave_bytes,
+        fetcher=fetcher,
+    )
+    if fetcher is not None:
+        return _shares(plan, len(packed), "one rank read, and sent each of the others its part")
     saved = plan.wanted_bytes - plan.unique_bytes
     amounts = (
-        f"{num_ranks} ranks want {plan.wanted_bytes} bytes, {plan.unique_bytes} of them unique"
+        f"{len(packed)} ranks want {plan.wanted_bytes} bytes, {plan.unique_bytes} of them unique"
     )
-    if not plan.bundles:
+    if plan.bundles and (policy == "always" or saved >= _LEAST_SAVED_BYTES):
+        return _shares(plan, len(packed), f"shared: {amounts}; each was fetched once")
+    reason = (
+        f"it would save {saved} bytes, less than {_LEAST_SAVED_BYTES}"
+        if plan.bundles
+        else "no two ranks want the same bytes"
+    )
+    return Shares([Sharing(None, f"not shared: {reason} ({amounts})")] * len(packed))
+
+
+def _shares(plan: SharePlan, num_ranks: int, reason: str) -> Shares:
+    return Shares([Sharing(plan.of_rank(rank), reason) for rank in range(num_ranks)])
+
+
+class _Wants:
+    """The pieces of a job by the units that they wait for."""
+
+    def __init__(self, job: ReadJob, keys: Sequence[str]) -> None:
+        self._job = job
+        self.keys = keys
+        self._pieces: dict[tuple[int, ...], list[Piece]] = {}
+
+    def pack(self) -> PackedPlan:
+        """Return the units as a plan."""
+        for number, key in enumerate(self.keys):
+            for piece in self._job.pieces.get(key, ()):
+                unit = (number, *piece.fetch, *self._job.spacing(piece))
+                self._pieces.setdefault(unit, []).append(piece)
+        rows = np.array(sorted(self._pieces), dtype=np.int64)
+        return PackedPlan.of(PlanFlag(0), len(rows), [PlanPart.of(PartKind.ROWS, rows.tobytes())])
+
+    def take(self, units: Units) -> list[Request]:
+        """Take the pieces of units out of what this rank fetches itself."""
         return [
-            Sharing(None, f"not shared: no two ranks want the same bytes ({amounts})")
-        ] * num_ranks
-    if policy == "auto" and saved < _LEAST_SAVED_BYTES:
-        reason = (
-            f"not shared: it would save {saved} bytes, less than {_LEAST_SAVED_BYTES} ({amounts})"
-        )
-        return [Sharing(None, reason)] * num_ranks
-    reason = f"shared: {amounts}; each was fetched once"
-    return [Sharing(plan.of_rank(rank), reason) for rank in range(num_ranks)]
+            Request(self.keys[obj], ByteRange(start, end), tuple(pieces))
+            for obj, start, end, run, step in units.tolist()
+            for pieces in (self._pieces.pop((obj, start, end, run, step), ()),)
+        ]
+
+    def leave(self) -> None:
+        """Leave what was not taken to the job."""
+        pieces: dict[str, list[Piece]] = {}
+        for unit, waiting in self._pieces.items():
+            pieces.setdefault(self.keys[unit[0]], []).extend(waiting)
+        self._job.pieces = pieces
 
 
-def fetch_shared(
-    group: RankGroup,
-    job: ReadJob,
-    plan: SharePlan,
-    keys: Sequence[str],
-    planner: LoadPlanner,
-) -> None:
-    """Fetch this rank's bundles, trade them with the others', and deliver them. All ranks.
-
-    Args:
-        group: The ranks that load together.
-        job: This rank's load; bundles take their pieces out of it.
-        plan: This rank's part.
-        keys: Object key per number.
-        planner: Told of complete targets.
-
-    Raises:
-        RankFailures: On every rank, if any rank failed to fetch or to transfer.
-    """
-    waves: list[list[_Share]] = [[] for _ in range(plan.num_waves)]
-    for bundle in plan.bundles:
-        waves[bundle.wave].append(_Share(bundle, job.take(keys[bundle.object], bundle.range)))
-    group.open_lanes()
-    _begin(job, group.rank, waves[0] if waves else [])
-    for number, wave in enumerate(waves):
-        ahead = waves[number + 1] if number + 1 < len(waves) else []
-        job.note_held(
-            sum(share.bundle.range.num_bytes for share in wave)
-            + sum(s.bundle.range.num_bytes for s in ahead if s.bundle.fetcher == group.rank)
-        )
-        steps.each(group, f"fetch to share, wave {number}", partial(_finish, wave))
-        _begin(job, group.rank, ahead)
-        steps.each(group, f"share, wave {number}", partial(_trade, group, job, wave))
-        job.commit_complete(planner)
+# --- carrying -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Share:
-    """A bundle on this rank, and the local pieces it brings."""
+class _Leg:
+    """What this rank does with a message.
 
-    bundle: Bundle
-    request: Request
-    fetching: Future[memoryview] | None = None
-    data: memoryview | None = None
+    Attributes:
+        message: As planned.
+        members: Its fetcher, then the other ranks that want it.
+        place: This rank's among them.
+        requests: Per unit its place in an object, and the pieces of this rank that want it.
+        data: The bytes, where they are here.
+    """
+
+    message: Message
+    members: tuple[int, ...]
+    place: int
+    requests: list[Request]
+    data: memoryview = _NOTHING
+
+    @property
+    def parent(self) -> int:
+        """Whom it comes from."""
+        return self.members[tree_parent(self.place, 0, len(self.members))]
+
+    @property
+    def children(self) -> list[int]:
+        """Whom it goes on to."""
+        return [self.members[place] for place in tree_children(self.place, 0, len(self.members))]
+
+    def contents(self) -> Iterator[tuple[Request, memoryview]]:
+        """Take the message apart."""
+        ends = np.cumsum(_packed_bytes(self.message.units)).tolist()
+        for request, start, end in zip(self.requests, [0, *ends], ends, strict=False):
+            yield request, self.data[start:end]
 
 
-def _begin(job: ReadJob, rank: int, wave: Sequence[_Share]) -> None:
-    for share in wave:
-        if share.bundle.fetcher == rank:
-            share.fetching = job.fetch(share.request)
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    """A wave on this rank."""
+
+    legs: list[_Leg]
+    fetching: list[Future[None]]
+    num_bytes: int
 
 
-def _finish(wave: Sequence[_Share]) -> None:
-    for share in wave:
-        if share.fetching is not None:
-            share.data, share.fetching = share.fetching.result(), None
+class _Carrier:
+    """One rank's way through the waves."""
+
+    def __init__(self, group: RankGroup, job: ReadJob, wants: _Wants, plan: SharePlan) -> None:
+        self._group = group
+        self._job = job
+        self._wants = wants
+        self._num_waves = plan.num_waves
+        self._bundles: list[list[Bundle]] = [[] for _ in range(plan.num_waves + 2)]
+        for bundle in plan.bundles:
+            self._bundles[bundle.wave].append(bundle)
+
+    def run(self, planner: LoadPlanner) -> None:
+        """Carry all waves. All ranks."""
+        self._group.open_lanes()
+        wave, ahead = _Wave([], [], 0), self._begin(0)
+        for number in range(self._num_waves + 1):
+            step = f"share wave {number - 1}, fetch wave {number} to share"
+            steps.each(self._group, step, partial(self._carry_and_wait, wave, ahead, planner))
+            wave, ahead = ahead, self._begin(number + 1)
+        self._wants.leave()
+
+    def _begin(self, number: int) -> _Wave:
+        """Begin to fetch this rank's bundles of a wave."""
+        wave = _Wave([], [], sum(bundle.range.num_bytes for bundle in self._bundles[number]))
+        for bundle in self._bundles[number]:
+            legs = [self._leg(bundle, message) for message in bundle.messages]
+            wave.legs.extend(leg for leg in legs if len(leg.members) > 1)
+            if bundle.fetcher == self._group.rank:
+                own = tuple(p for leg in legs for one in leg.requests for p in one.pieces)
+                request = Request(self._wants.keys[bundle.object], bundle.range, own)
+                wave.fetching.append(self._job.fetch(request, partial(_pack, legs, bundle.range)))
+        return wave
+
+    def _leg(self, bundle: Bundle, message: Message) -> _Leg:
+        members = (bundle.fetcher, *(rank for rank in message.ranks if rank != bundle.fetcher))
+        requests = self._wants.take(message.units)
+        return _Leg(message, members, members.index(self._group.rank), requests)
+
+    def _carry_and_wait(self, wave: _Wave, ahead: _Wave, planner: LoadPlanner) -> None:
+        self._job.note_held(wave.num_bytes + ahead.num_bytes)
+        self._carry(wave.legs)
+        wave.legs.clear()
+        self._job.commit_complete(planner)
+        for one in ahead.fetching:
+            one.result()
+
+    def _carry(self, legs: Sequence[_Leg]) -> None:
+        """Send what this rank fetched, receive what others did, pass it on and deliver it."""
+        # Between two ranks, sends and receives match in the order in which they are posted. A
+        # rank posts the sends of a message that came to it over so many ranks after those of
+        # all that came over fewer, and its children expect them in that order.
+        ordered = sorted(legs, key=lambda leg: (leg.place.bit_count(), leg.message.number))
+        receives = [self._receive(leg) if leg.place else None for leg in ordered]
+        sends: list[Pending] = []
+        delivering: list[Future[None]] = []
+        for leg, pending in zip(ordered, receives, strict=True):
+            if pending is not None:
+                pending.wait(self._group.deadline_s)
+                self._job.stats.received_bytes += len(leg.data)
+                delivering.append(self._job.deliver(leg.contents()))
+            sends += [self._group.post_send(leg.data, to) for to in leg.children]
+        for sent in sends:
+            sent.wait(self._group.deadline_s)
+        for one in delivering:
+            one.result()
+
+    def _receive(self, leg: _Leg) -> Pending:
+        leg.data = np.empty(leg.message.num_bytes, np.uint8).data
+        return self._group.post_receive(leg.data, leg.parent)
 
 
-def _trade(group: RankGroup, job: ReadJob, wave: Sequence[_Share]) -> None:
-    """Send what this rank fetched, receive what others did, and deliver both."""
-    receives = []
-    for share in wave:
-        if share.data is None:
-            share.data = memoryview(bytearray(share.bundle.range.num_bytes))
-            receives.append((share, group.post_receive(share.data, share.bundle.fetcher)))
-    mine = [share for share in wave if share.bundle.fetcher == group.rank]
-    sends = [
-        group.post_send(share.data, to)
-        for share in mine
-        if share.data is not None
-        for to in share.bundle.ranks
-        if to != group.rank
-    ]
-    delivering = [job.deliver(s.request, s.data) for s in mine if s.data is not None]
-    for share, pending in receives:
-        pending.wait(group.deadline_s)
-        job.stats.received_bytes += share.bundle.range.num_bytes
-        if share.data is not None:
-            delivering.append(job.deliver(share.request, share.data))
-    for pending in sends:
-        pending.wait(group.deadline_s)
-    for one in delivering:
-        one.result()
-    for share in wave:
-        share.data = None
+def _pack(legs: Iterable[_Leg], span: ByteRange, data: memoryview) -> None:
+    """Give the messages that leave this rank their bytes, out of those of a bundle."""
+    for leg in legs:
+        if len(leg.members) == 1:
+            continue
+        units = leg.message.units[:, 1:] - (span.start, span.start, 0, 0)
+        if len(units) == 1 and units[0, 2] == units[0, 3]:
+            leg.data = data[units[0, 0] : units[0, 1]]
+            continue
+        source = np.frombuffer(data, np.uint8)
+        out = np.empty(leg.message.num_bytes, np.uint8)
+        at = 0
+        for start, end, run, step in units.tolist():
+            shape = ((end - start - run) // step + 1, run)
+            part = out[at : at + shape[0] * run].reshape(shape)
+            part[:] = np.lib.stride_tricks.as_strided(source[start:], shape, (step, 1))
+            at += part.size
+        leg.data = out.data

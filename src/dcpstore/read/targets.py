@@ -308,9 +308,20 @@ def part_of_target(piece: Piece, slot: Slot) -> torch.Tensor:
 
 
 def copy_piece(piece: Piece, data: memoryview, slot: Slot) -> None:
-    """Copy a piece, given the bytes of its ``fetch`` range, into its target."""
+    """Copy a piece into its target.
+
+    Args:
+        piece: A part of a raw item.
+        data: The bytes of its ``fetch`` range, or only those that are its own.
+        slot: Its target.
+    """
     box, item = piece.box, slot.item
     assert box is not None
+    if len(data) < piece.fetch.num_bytes:
+        strides, nowhere = row_major_strides(box.sizes), (0,) * len(box.sizes)
+        part = part_of_target(piece, slot)
+        copy_box_in(data, 0, dtype_from_name(item.dtype), strides, nowhere, box.sizes, part)
+        return
     copy_box_in(
         data,
         piece.fetch.start - item.payload.start,
