@@ -36,7 +36,7 @@ from dcpstore.plan.coverage import refuse_lacks, with_holes
 from dcpstore.plan.rules import Strictness
 from dcpstore.plan.wire import PlanCache
 from dcpstore.ranks import RankGroup, steps
-from dcpstore.ranks.agreement import Ranks, call_set_up, is_stateful, join_ranks, plain_cause_of_one
+from dcpstore.ranks.agreement import Ranks, call_set_up, choose_storage, is_stateful, join_ranks
 from dcpstore.read.discovery import Discovered
 from dcpstore.read.pump import ReadJob, ReadStats
 from dcpstore.read.reader import ObjectStoreReader
@@ -102,31 +102,12 @@ def load(
         coordinator_rank = storage_reader.coordinator_rank
     joining = join_ranks(process_group, coordinator_rank, deadline_s, action="load", url=url)
     with joining as group:
-        reader = _reader(url, storage_reader, storage_options, config)
+        options = {"storage_options": storage_options, "config": config}
+        reader = choose_storage("load", url, storage_reader, ObjectStoreReader, options)
         job = _LoadJob(group, reader, planner or LoadPlanner(strict=strict), share)
         showing = show_progress("load", progress, is_coordinator=group.is_coordinator)
-        with plain_cause_of_one(group), showing as meter:
+        with showing as meter:
             return job.run(make_state, meter)
-
-
-def _reader(
-    url: str | os.PathLike[str] | None,
-    reader: StorageReader | None,
-    storage_options: Mapping[str, Any] | None,
-    config: ReadConfig | None,
-) -> StorageReader:
-    if reader is None:
-        if url is None:
-            raise ConfigError("load needs a url or a storage_reader")
-        return ObjectStoreReader(url, storage_options=storage_options, config=config)
-    if storage_options is not None or config is not None:
-        raise ConfigError(
-            "storage_options and config belong to the reader that load would make; give them to"
-            " your storage_reader instead"
-        )
-    if url is not None:
-        reader.reset(url)
-    return reader
 
 
 class _LoadJob:

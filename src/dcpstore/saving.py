@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from dcpstore.config import WriteConfig
-from dcpstore.errors import CheckpointError, CommitUnknownError, ConfigError, RankFailures
+from dcpstore.errors import CheckpointError, CommitUnknownError, RankFailures
 from dcpstore.plan import SavePlanner
 from dcpstore.ranks import RankGroup, steps
-from dcpstore.ranks.agreement import Ranks, call_set_up, is_stateful, join_ranks, plain_cause_of_one
-from dcpstore.ranks.board import BoardLostError
+from dcpstore.ranks.agreement import Ranks, call_set_up, choose_storage, is_stateful, join_ranks
+from dcpstore.ranks.transport import BoardLostError
 from dcpstore.report import Meter, Phases, ProgressCallback, SaveResult, show_progress
 from dcpstore.text import collector_paused
 from dcpstore.write.exchange import AgreedPlan, agree_on_save_plan
@@ -81,38 +81,16 @@ def save(
     """
     joining = join_ranks(process_group, coordinator_rank, deadline_s, action="save", url=url)
     with joining as group:
-        writer = _writer(url, storage_writer, storage_options, overwrite, config)
+        options = {"storage_options": storage_options, "overwrite": overwrite, "config": config}
+        writer = choose_storage("save", url, storage_writer, ObjectStoreWriter, options)
         job = _SaveJob(group, writer, planner or SavePlanner())
         showing = show_progress("save", progress, is_coordinator=group.is_coordinator)
-        with plain_cause_of_one(group), showing as meter:
+        with showing as meter:
             try:
                 return job.run(state_dict, meter)
             except RankFailures as failures:
                 job.clean_up(failures)
                 raise
-
-
-def _writer(
-    url: str | os.PathLike[str] | None,
-    writer: StorageWriter | None,
-    storage_options: Mapping[str, Any] | None,
-    overwrite: bool,
-    config: WriteConfig | None,
-) -> StorageWriter:
-    if writer is None:
-        if url is None:
-            raise ConfigError("save needs a url or a storage_writer")
-        return ObjectStoreWriter(
-            url, storage_options=storage_options, overwrite=overwrite, config=config
-        )
-    if storage_options is not None or overwrite or config is not None:
-        raise ConfigError(
-            "storage_options, overwrite and config belong to the writer that save would make;"
-            " give them to your storage_writer instead"
-        )
-    if url is not None:
-        writer.reset(url)
-    return writer
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,11 @@ from campaign.judge import (
 from campaign.models import URLS, Died, ModelUploads, Raw, World, open_model
 from campaign.schedule import Fault, Schedule
 from dcpstore.audit.prune import Place, Rules, find_in, remove
-from dcpstore.ranks.board import BoardLostError, MemoryBoard
 from dcpstore.ranks.exchange import BoardGroup
-from dcpstore.ranks.lanes import MemoryLanes, MemoryWires
+from dcpstore.ranks.transport import BoardLostError
 from dcpstore.store import Store
 from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
-from dcpstore.testing.ranks import RankTime
+from dcpstore.testing.ranks import MemoryBoard, MemoryLanes, MemoryWires, RankTime
 
 DAY_S = 86400.0
 _SOMETIMES = 0.12

@@ -24,7 +24,7 @@ from dcpstore.convert.dcp.source import own_run
 from dcpstore.convert.output import share_budget
 from dcpstore.format.keys import METADATA_KEY
 from dcpstore.format.manifest import decode
-from dcpstore.ranks.exchange import SingleGroup
+from dcpstore.ranks import SingleGroup
 from dcpstore.report import Meter
 from dcpstore.store import open_store
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault

@@ -24,7 +24,7 @@ from dcpstore.convert.dcp.mirror import (
 )
 from dcpstore.convert.output import share_budget
 from dcpstore.format.keys import METADATA_KEY
-from dcpstore.ranks.exchange import SingleGroup
+from dcpstore.ranks import SingleGroup
 from dcpstore.report import Meter
 from dcpstore.store import RetryPolicy, open_store
 from dcpstore.store.location import parse_location

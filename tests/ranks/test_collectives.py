@@ -23,7 +23,7 @@ from dcpstore.ranks import (
     reduce_scatter,
 )
 from dcpstore.ranks.group import Cause, Decision, describe
-from dcpstore.ranks.lanes import tree_children, tree_parent
+from dcpstore.ranks.transport import tree_children, tree_parent
 from dcpstore.testing.ranks import RankTime, ThreadRanks, run_ranks
 
 SIZES = [1, 2, 3, 4, 8, 64]

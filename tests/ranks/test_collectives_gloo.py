@@ -34,8 +34,8 @@ from dcpstore.ranks import (
     reduce_scatter,
     torch_group,
 )
-from dcpstore.ranks.lanes import Lanes
 from dcpstore.ranks.torch_group import StoreBoard, TorchLanes
+from dcpstore.ranks.transport import Lanes
 from dcpstore.torch_private import make_backend
 
 _server = multiprocessing.get_context("forkserver")

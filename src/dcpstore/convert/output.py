@@ -36,7 +36,7 @@ from dcpstore.errors import (
 )
 from dcpstore.format.manifest import DataObject
 from dcpstore.ranks import RankGroup, steps
-from dcpstore.ranks.board import BoardLostError
+from dcpstore.ranks.transport import BoardLostError
 from dcpstore.report import Meter
 from dcpstore.store.base import Capabilities, ObjectInfo, Part, Store
 from dcpstore.store.limits import StoreLimits, limits_of

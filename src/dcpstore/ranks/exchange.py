@@ -21,35 +21,182 @@ waits. A rank that comes late finds the decision there and raises the same error
 Keys go when nobody can want them: those of a step once every rank has answered in a later one,
 and those of the last step when ranks leave the group.
 
-The verbs that every group has, whatever carries its messages.
+Values too large for the board go over lanes, only after all ranks are known to be well, and with
+sizes known up front.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer
 
 from dcpstore.errors import ConfigError, RankFailures
-from dcpstore.ranks.board import Board, BoardLostError
 from dcpstore.ranks.group import (
     Answer,
     Blob,
     Cause,
     Decision,
     LaneOrder,
-    Pending,
     RankGroup,
     describe,
 )
-from dcpstore.ranks.lanes import BULK_BYTES, Bulk, LaneMaker, Lanes
+from dcpstore.ranks.transport import (
+    Board,
+    BoardLostError,
+    LaneMaker,
+    Lanes,
+    Pending,
+    tree_children,
+    tree_parent,
+)
 
 T = TypeVar("T")
+
+Remaining: TypeAlias = Callable[[], float]
+"""Seconds left for a transfer."""
+
+# Where lanes overtake the board: docs/design/007 has the measurement.
+BULK_BYTES = 256 * 1024
+
+
+class Bulk:
+    """One rank's lanes, and the large values that travel on them.
+
+    Lanes are opened by all ranks at once when the coordinator orders it, and kept for later
+    steps. An order names them: a rank whose lanes broke meanwhile has none of that name.
+
+    Args:
+        group: Whose coordinator values go to and parts come from.
+        namespace: Tells the group's lanes from those of others that these ranks form.
+        maker: Opens lanes; None where there are none, and no value counts as large.
+        lanes: Lanes that an earlier group of the same ranks left open.
+        bulk_bytes: Values larger than this are large.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        *,
+        namespace: str,
+        maker: LaneMaker | None,
+        lanes: Lanes | None,
+        bulk_bytes: int,
+    ) -> None:
+        self._group = group
+        self._namespace = namespace
+        self._maker = maker
+        self._lanes = lanes
+        self._bulk_bytes = bulk_bytes
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The lanes this rank holds open, if they are well."""
+        return self._lanes if self._lanes is not None and self._lanes.is_healthy else None
+
+    @property
+    def held_name(self) -> str:
+        """The name of `lanes`, empty if there are none."""
+        return self.lanes.name if self.lanes is not None else ""
+
+    def size_by_lane(self, blob: Blob) -> int:
+        """Return how many bytes of `blob` go by lane: all, or 0 if it is to be posted."""
+        is_large = self._maker is not None and len(blob) > self._bulk_bytes
+        return len(blob) if is_large else 0
+
+    def order(self, number: int, answers: Sequence[Answer]) -> LaneOrder:
+        """Coordinator only: take the lanes that all ranks hold, or have them open new ones."""
+        held = {answer.lanes for answer in answers}
+        name = held.pop()
+        is_fresh = bool(held) or not name
+        if is_fresh:
+            # The token keeps a job that makes its process groups anew on the same store from
+            # finding the addresses of its earlier lanes.
+            name = f"{self._namespace}/lanes/{number}-{secrets.token_hex(4)}"
+        return LaneOrder(name, is_fresh)
+
+    def take(self, order: LaneOrder, timeout_s: float) -> Lanes:
+        """All ranks: return the lanes of an order, opened if it says so.
+
+        Raises:
+            ConnectionError: If they broke on this rank.
+        """
+        held = self.lanes
+        if held is not None and held.name == order.name:
+            return held
+        if not order.is_fresh or self._maker is None:
+            raise ConnectionError("the lanes of this rank broke in this step")
+        if self._lanes is not None:
+            self._lanes.close()
+        self._lanes = self._maker(order.name, timeout_s)
+        return self._lanes
+
+    def push(self, order: LaneOrder, own: Blob, remaining_s: Remaining) -> None:
+        """All ranks but the coordinator: send it this rank's value, if it is large."""
+        lanes = self.take(order, remaining_s())
+        if self.size_by_lane(own):
+            _send_each(lanes, {self._group.coordinator: own}, remaining_s)
+
+    def pull(
+        self, order: LaneOrder, sizes_bytes: Mapping[int, int], remaining_s: Remaining
+    ) -> dict[int, Blob]:
+        """Coordinator only: receive the large values of those ranks that announced one."""
+        return _receive_each(self.take(order, remaining_s()), sizes_bytes, remaining_s)
+
+    def distribute(
+        self, decision: Decision, parts: Sequence[Blob], remaining_s: Remaining
+    ) -> Blob | None:
+        """All ranks: carry the large parts. Returns this rank's, or None if it was posted.
+
+        Args:
+            decision: Says how large which parts are.
+            parts: All of them, on the coordinator.
+            remaining_s: Seconds left.
+        """
+        if decision.order is None:
+            return None
+        lanes = self.take(decision.order, remaining_s())
+        sizes = decision.bulk_bytes
+        rank, root = self._group.rank, self._group.coordinator
+        own_size = sizes[0 if decision.is_shared else rank]
+        if decision.is_shared and own_size:
+            tree = (rank, root, self._group.size)
+            if rank == root:
+                blob = parts[0]
+            else:
+                (blob,) = _receive_each(lanes, {tree_parent(*tree): own_size}, remaining_s).values()
+            _send_each(lanes, dict.fromkeys(tree_children(*tree), blob), remaining_s)
+            return blob
+        if rank == root:
+            large = {r: parts[r] for r, size in enumerate(sizes) if size and r != rank}
+            _send_each(lanes, large, remaining_s)
+            return None
+        return _receive_each(lanes, {root: own_size}, remaining_s)[root] if own_size else None
+
+
+def _receive_each(
+    lanes: Lanes, sizes_bytes: Mapping[int, int], remaining_s: Remaining
+) -> dict[int, Blob]:
+    """Receive one blob from each of several ranks at once, each of the size given for it."""
+    blobs: dict[int, Blob] = {rank: bytearray(size) for rank, size in sizes_bytes.items()}
+    pendings = [lanes.receive(blob, rank) for rank, blob in blobs.items()]
+    for pending in pendings:
+        pending.wait(remaining_s())
+    return blobs
+
+
+def _send_each(lanes: Lanes, blobs: Mapping[int, Blob], remaining_s: Remaining) -> None:
+    """Send one blob to each of several ranks."""
+    pendings = [lanes.send(blob, rank) for rank, blob in blobs.items()]
+    for pending in pendings:
+        pending.wait(remaining_s())
+
 
 _SILENT = "did not answer in time: it hangs, was killed, or never came to this step"
 _UNDECIDED = "has every rank's answer but did not decide in time: it hangs or was killed"
@@ -108,9 +255,7 @@ class Exchange:
 
     Args:
         board: Shared by the group's ranks and used by this exchange alone.
-        rank: This rank.
-        size: Number of ranks.
-        coordinator: The rank that combines.
+        group: Whose rank this is.
         bulk: Carries what is too large for the board.
         subject: What the steps are about; ranks with another subject are in another step.
         clock: Seconds that only grow.
@@ -119,18 +264,16 @@ class Exchange:
     def __init__(
         self,
         board: Board,
-        rank: int,
-        size: int,
-        coordinator: int,
-        *,
+        group: RankGroup,
         bulk: Bulk,
-        subject: str = "",
-        clock: Callable[[], float] = time.monotonic,
+        subject: str,
+        clock: Callable[[], float],
     ) -> None:
         self._board = board
-        self._rank = rank
-        self._size = size
-        self._coordinator = coordinator
+        self._rank = group.rank
+        self._size = group.size
+        self._coordinator = group.coordinator
+        self._leads = group.is_coordinator
         self._bulk = bulk
         self._subject = subject
         self._clock = clock
@@ -139,10 +282,6 @@ class Exchange:
         self._open_steps: list[int] = []  # whose decisions somebody may still want
         self._had_failure = False
         self._current: _Call[Any] | None = None
-
-    @property
-    def _leads(self) -> bool:
-        return self._rank == self._coordinator
 
     def run(
         self,
@@ -412,94 +551,6 @@ class Exchange:
             raise decision.error(call.name) from cause
 
 
-class _Verbs(RankGroup):
-    """Object verbs by way of `exchange`."""
-
-    def __init__(self, rank: int, size: int, coordinator: int, deadline_s: float) -> None:
-        if not 0 <= coordinator < size:
-            raise ConfigError(f"coordinator {coordinator} is no rank of a group of {size}")
-        if deadline_s <= 0:
-            raise ConfigError(f"deadline_s must be positive, not {deadline_s}")
-        self._rank = rank
-        self._size = size
-        self._coordinator = coordinator
-        self.deadline_s = deadline_s
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._size
-
-    @property
-    def coordinator(self) -> int:
-        """The rank that reduces."""
-        return self._coordinator
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank is the one that reduces."""
-        return self._rank == self._coordinator
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _no_peer(self, peer: int) -> ConfigError:
-        return ConfigError(f"rank {peer} is no other rank of this group of {self._size}")
-
-
-class SingleGroup(_Verbs):
-    """The group of one rank: what there is without a process group.
-
-    Args:
-        deadline_s: Told to whoever asks; nothing here waits.
-    """
-
-    def __init__(self, deadline_s: float = 600.0) -> None:
-        super().__init__(0, 1, 0, deadline_s)
-
-    def exchange(
-        self,
-        step: str,
-        produce: Callable[[], Blob],
-        combine: Callable[[list[Blob]], Sequence[Blob]],
-        consume: Callable[[Blob], T],
-    ) -> T:
-        """Run the three functions; nothing bounds their time, as there is nobody to await."""
-        try:
-            return consume(combine([produce()])[0])
-        except Exception as error:
-            raise Decision.failed({0: describe(error)}).error(step) from error
-
-    def open_lanes(self) -> None:
-        """Do nothing: there is no other rank."""
-
-    def post_send(self, data: Buffer, to: int) -> Pending:
-        """Raise `ConfigError`: there is no other rank."""
-        del data
-        raise self._no_peer(to)
-
-    def post_receive(self, into: Buffer, source: int) -> Pending:
-        """Raise `ConfigError`: there is no other rank."""
-        del into
-        raise self._no_peer(source)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class _Done:
     """A transfer of no bytes."""
 
@@ -525,7 +576,7 @@ class _Bounded:
             raise ConnectionError(f"{self._what}: {error}") from error
 
 
-class BoardGroup(_Verbs):
+class BoardGroup(RankGroup):
     """A group of ranks that share a board.
 
     Args:
@@ -563,17 +614,13 @@ class BoardGroup(_Verbs):
         self._has_lanes = lane_maker is not None
         self._give_back = give_back
         self._bulk = Bulk(
-            rank,
-            size,
-            coordinator,
+            self,
             namespace=namespace,
             maker=lane_maker,
             lanes=lanes,
             bulk_bytes=bulk_bytes,
         )
-        self._exchange = Exchange(
-            board, rank, size, coordinator, bulk=self._bulk, subject=subject, clock=clock
-        )
+        self._exchange = Exchange(board, self, self._bulk, subject, clock)
         self._is_closed = False
 
     def exchange(
@@ -652,8 +699,8 @@ class BoardGroup(_Verbs):
             self._exchange.leave(error)
 
     def _lanes_to(self, peer: int) -> Lanes:
-        if not 0 <= peer < self._size or peer == self._rank:
-            raise self._no_peer(peer)
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise self.no_peer(peer)
         if self._bulk.lanes is None:
             raise ConfigError("no lanes are open: all ranks call open_lanes() first")
         return self._bulk.lanes

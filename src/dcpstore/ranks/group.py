@@ -2,9 +2,8 @@
 
 Ranks are ranks of the group, from 0 to size - 1, and never the job's global ranks.
 
-What ranks tell each other about a step: their own answer, and the decision on all.
-
-Pickle carries them: ranks of one job trust each other, as they do in torch's own
+Here, too, is what ranks tell each other about a step: each its own answer, the coordinator the
+decision. Pickle carries them: ranks of one job trust each other, as they do in torch's own
 object collectives.
 """
 
@@ -13,37 +12,23 @@ from __future__ import annotations
 import pickle
 import traceback
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from typing_extensions import Buffer, Self
 
-from dcpstore.errors import RankFailures
+from dcpstore.errors import ConfigError, RankFailures
+from dcpstore.ranks.transport import Pending
 
 T = TypeVar("T")
 
 Blob: TypeAlias = "bytes | bytearray"
 
 
-class Pending(Protocol):
-    """A transfer of bytes on its way. The buffer belongs to it until `wait` returned."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the transfer is done.
-
-        After an error the buffer's contents are undefined, and the lanes are closed, so
-        that nothing arrives in it later.
-
-        Raises:
-            TimeoutError: If it is not done after `timeout_s`.
-            ConnectionError: If the other rank or the network is gone.
-        """
-        ...
-
-
-class RankGroup(Protocol):
+class RankGroup(ABC):
     """The ranks that save or load one checkpoint together.
 
     One thread per rank uses a group at a time; two threads that work at once open a group
@@ -54,31 +39,33 @@ class RankGroup(Protocol):
 
     Leaving it as a context manager with an error tells the others at their next step, which
     then fails at once rather than at its deadline.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        coordinator: The rank that reduces.
+        deadline_s: Seconds a step may take. It may be changed between two steps.
+
+    Raises:
+        ConfigError: If the coordinator is no rank of the group, or there is no time at all.
     """
 
-    deadline_s: float
-    """Seconds a step may take. It may be changed between two steps."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    @property
-    def coordinator(self) -> int:
-        """The rank that reduces."""
-        ...
+    def __init__(self, rank: int, size: int, coordinator: int, deadline_s: float) -> None:
+        if not 0 <= coordinator < size:
+            raise ConfigError(f"coordinator {coordinator} is no rank of a group of {size}")
+        if deadline_s <= 0:
+            raise ConfigError(f"deadline_s must be positive, not {deadline_s}")
+        self.rank = rank
+        self.size = size
+        self.coordinator = coordinator
+        self.deadline_s = deadline_s
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this rank is the one that reduces."""
-        ...
+        return self.rank == self.coordinator
 
+    @abstractmethod
     def exchange(
         self,
         step: str,
@@ -98,16 +85,16 @@ class RankGroup(Protocol):
         Raises:
             RankFailures: On every rank alike, if any rank failed or did not answer.
         """
-        ...
 
+    @abstractmethod
     def open_lanes(self) -> None:
         """All ranks: make ready to carry bytes. Where they are open already, one short step.
 
         Raises:
             RankFailures: On every rank, if one could not connect.
         """
-        ...
 
+    @abstractmethod
     def post_send(self, data: Buffer, to: int) -> Pending:
         """Begin to send contiguous host bytes to another rank, without a copy where possible.
 
@@ -117,24 +104,69 @@ class RankGroup(Protocol):
         Raises:
             ConfigError: If lanes are not open, or `to` is no other rank of the group.
         """
-        ...
 
+    @abstractmethod
     def post_receive(self, into: Buffer, source: int) -> Pending:
         """Begin to receive into contiguous, writable host bytes; see `post_send`."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Give back what the group holds. Not collective, idempotent; waits for nobody."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None: ...
+    ) -> None:
+        self.close()
+
+    def no_peer(self, peer: int) -> ConfigError:
+        """Return the error of a transfer with no other rank of the group."""
+        return ConfigError(f"rank {peer} is no other rank of this group of {self.size}")
+
+
+class SingleGroup(RankGroup):
+    """The group of one rank: what there is without a process group.
+
+    Args:
+        deadline_s: Told to whoever asks; nothing here waits.
+    """
+
+    def __init__(self, deadline_s: float = 600.0) -> None:
+        super().__init__(0, 1, 0, deadline_s)
+
+    def exchange(
+        self,
+        step: str,
+        produce: Callable[[], Blob],
+        combine: Callable[[list[Blob]], Sequence[Blob]],
+        consume: Callable[[Blob], T],
+    ) -> T:
+        """Run the three functions; nothing bounds their time, as there is nobody to await."""
+        try:
+            return consume(combine([produce()])[0])
+        except Exception as error:
+            raise Decision.failed({0: describe(error)}).error(step) from error
+
+    def open_lanes(self) -> None:
+        """Do nothing: there is no other rank."""
+
+    def post_send(self, data: Buffer, to: int) -> Pending:
+        """Raise `ConfigError`: there is no other rank."""
+        del data
+        raise self.no_peer(to)
+
+    def post_receive(self, into: Buffer, source: int) -> Pending:
+        """Raise `ConfigError`: there is no other rank."""
+        del into
+        raise self.no_peer(source)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 _MAX_TEXT = 4096

@@ -43,10 +43,9 @@ import torch.distributed as dist
 from typing_extensions import Buffer
 
 from dcpstore.errors import ConfigError
-from dcpstore.ranks.board import BoardLostError
-from dcpstore.ranks.exchange import BoardGroup, SingleGroup
-from dcpstore.ranks.group import Pending, RankGroup
-from dcpstore.ranks.lanes import LaneMaker, Lanes
+from dcpstore.ranks.exchange import BoardGroup
+from dcpstore.ranks.group import RankGroup, SingleGroup
+from dcpstore.ranks.transport import BoardLostError, LaneMaker, Lanes, Pending
 from dcpstore.torch_private import (
     make_backend,
     prefixed_store,

@@ -114,7 +114,7 @@ from dcpstore.format.manifest import StoredItem
 from dcpstore.format.zip import Member, ReadAt, contents_offset
 from dcpstore.ranks import Pending, RankGroup, SingleGroup, steps
 from dcpstore.ranks.agreement import Ranks, join_ranks, plain_cause_of_one
-from dcpstore.ranks.lanes import tree_children, tree_parent
+from dcpstore.ranks.transport import tree_children, tree_parent
 from dcpstore.read.plan import Piece, Pieces, Request, Want, join_pieces, plan_pieces
 from dcpstore.read.pump import ReadStats
 from dcpstore.read.targets import Slot, Target, copy_piece, resolve_targets, window

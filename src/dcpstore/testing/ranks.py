@@ -1,24 +1,25 @@
-"""Time for ranks that are threads: it passes only while every one of them waits.
-
-Ranks as threads of one process: the same groups and steps, without torch or processes.
+"""Ranks as threads of one process: the same groups and steps, without torch or processes.
 
 What differs from processes: memory is shared, so a transfer is one copy; and a thread cannot be
-killed, so a rank that falls silent is one that waits for an event of the test's.
+killed, so a rank that falls silent is one that waits for an event of the test's. With a `RankTime`,
+time passes only while every rank waits.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
-from dcpstore.ranks.board import MemoryBoard
-from dcpstore.ranks.exchange import BoardGroup
+from typing_extensions import Buffer
+
+from dcpstore.ranks.exchange import BULK_BYTES, BoardGroup
 from dcpstore.ranks.group import RankGroup
-from dcpstore.ranks.lanes import BULK_BYTES, MemoryLanes, MemoryWires
+from dcpstore.ranks.transport import Pending
 
 _LOOK_S = 0.005  # real seconds until a waiting rank sees that its time is up
 
@@ -107,6 +108,232 @@ class RankTime:
         for one in waits:
             if one is not None and one.until_s <= self._now_s:
                 one.is_over = True
+
+
+EventWait: TypeAlias = Callable[[threading.Event, float], bool]
+"""Waits for an event, for so many seconds at most; whether it came."""
+
+
+class _Waiter:
+    """One thread that waits for keys."""
+
+    def __init__(self, missing: set[str], unless: str | None) -> None:
+        self.missing = missing
+        self.unless = unless
+        self.wake = threading.Event()
+
+    def see(self, key: str) -> None:
+        self.missing.discard(key)
+        if not self.missing or key == self.unless:
+            self.wake.set()
+
+
+class MemoryBoard:
+    """A board in this process's memory, for ranks that are threads.
+
+    Args:
+        wait: How a rank waits for a key.
+    """
+
+    def __init__(self, wait: EventWait = threading.Event.wait) -> None:
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._values: dict[str, bytes] = {}
+        self._counts: dict[str, int] = {}
+        self._waiters: dict[str, list[_Waiter]] = {}
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys and counters are set."""
+        with self._lock:
+            return len(self._values) + len(self._counts)
+
+    def post(self, key: str, data: bytes | bytearray) -> None:
+        """Set a key that no other rank sets."""
+        with self._lock:
+            self._set(key, bytes(data))
+
+    def settle(self, key: str, data: bytes) -> bytes:
+        """Set `key` unless it is set; returns what it holds now."""
+        with self._lock:
+            if key not in self._values:
+                self._set(key, data)
+            return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout_s: float, *, unless: str | None = None) -> bool:
+        """Wait until all `keys` are set, or `unless` is. Whether all are."""
+        with self._lock:
+            waiter = _Waiter({key for key in keys if key not in self._values}, unless)
+            if not waiter.missing or unless in self._values:
+                return not waiter.missing
+            watched = [*waiter.missing, *([unless] if unless else [])]
+            for key in watched:
+                self._waiters.setdefault(key, []).append(waiter)
+        try:
+            self._wait(waiter.wake, max(timeout_s, 0))
+        finally:
+            with self._lock:
+                self._forget(waiter, watched)
+        return not waiter.missing
+
+    def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values of those `keys` that are set."""
+        with self._lock:
+            return {key: self._values[key] for key in keys if key in self._values}
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget `keys`."""
+        with self._lock:
+            for key in keys:
+                self._values.pop(key, None)
+                self._counts.pop(key, None)
+
+    def count(self, key: str) -> int:
+        """Add one to a counter and return it."""
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + 1
+            return self._counts[key]
+
+    def _set(self, key: str, data: bytes) -> None:
+        self._values[key] = data
+        for waiter in self._waiters.get(key, ()):
+            waiter.see(key)
+
+    def _forget(self, waiter: _Waiter, watched: list[str]) -> None:
+        for key in watched:
+            others = self._waiters[key]
+            others.remove(waiter)
+            if not others:
+                del self._waiters[key]
+
+
+class _Slot:
+    """The meeting of one send with its receive."""
+
+    def __init__(self) -> None:
+        self.data: memoryview | None = None
+        self.into: memoryview | None = None
+        self.done = threading.Event()
+        self.error: str | None = None
+
+
+class MemoryWires:
+    """What the `MemoryLanes` of all ranks of a group share.
+
+    Args:
+        wait: How a rank waits for a transfer.
+    """
+
+    def __init__(self, wait: EventWait = threading.Event.wait) -> None:
+        self.wait = wait
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[str, int, int, int], _Slot] = {}
+        self._closed: set[tuple[str, int]] = set()
+
+    def meet(
+        self,
+        key: tuple[str, int, int, int],
+        *,
+        data: memoryview | None = None,
+        into: memoryview | None = None,
+    ) -> _Slot:
+        """Add one side of a transfer; whoever comes second copies."""
+        name, source, to, _ = key
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            slot.data = slot.data if data is None else data
+            slot.into = slot.into if into is None else into
+            if (name, source) in self._closed or (name, to) in self._closed:
+                slot.error = "the other rank closed its lanes"
+            is_met = slot.data is not None and slot.into is not None
+            if is_met or slot.error:
+                self._slots.pop(key, None)
+                self._finish(slot)
+            return slot
+
+    def hang_up(self, name: str, rank: int) -> None:
+        """Fail all that `rank` has on its way, and all that others begin with it later."""
+        with self._lock:
+            self._closed.add((name, rank))
+            for key in [k for k in self._slots if k[0] == name and rank in k[1:3]]:
+                slot = self._slots.pop(key)
+                slot.error = "the other rank closed its lanes"
+                self._finish(slot)
+
+    @staticmethod
+    def _finish(slot: _Slot) -> None:
+        if slot.error is None and slot.data is not None and slot.into is not None:
+            if slot.data.nbytes == slot.into.nbytes:
+                slot.into[:] = slot.data
+            else:
+                slot.error = f"{slot.data.nbytes} bytes were sent, {slot.into.nbytes} expected"
+        slot.data = slot.into = None
+        slot.done.set()
+
+
+class _MemoryPending:
+    def __init__(self, lanes: MemoryLanes, slot: _Slot, wait: EventWait) -> None:
+        self._lanes = lanes
+        self._slot = slot
+        self._wait = wait
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._wait(self._slot.done, max(timeout_s, 0)):
+            self._lanes.close()
+            raise TimeoutError(f"the other rank did not take part within {timeout_s:g} s")
+        if self._slot.error is not None:
+            self._lanes.close()
+            raise ConnectionError(self._slot.error)
+
+
+class MemoryLanes:
+    """Lanes among ranks that are threads of one process: one copy, from buffer to buffer.
+
+    Args:
+        name: See `Lanes.name`.
+        rank: This rank.
+        wires: The same object on every rank.
+    """
+
+    def __init__(self, name: str, rank: int, wires: MemoryWires) -> None:
+        self._name = name
+        self._rank = rank
+        self._wires = wires
+        self._num_posted: dict[tuple[int, int], int] = defaultdict(int)
+        self._is_open = True
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks."""
+        return self._name
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether they are open and every transfer so far went well."""
+        return self._is_open
+
+    def send(self, data: Buffer, to: int) -> Pending:
+        """Begin to send."""
+        key = self._next_key(self._rank, to)
+        slot = self._wires.meet(key, data=memoryview(data).cast("B"))
+        return _MemoryPending(self, slot, self._wires.wait)
+
+    def receive(self, into: Buffer, source: int) -> Pending:
+        """Begin to receive."""
+        key = self._next_key(source, self._rank)
+        slot = self._wires.meet(key, into=memoryview(into).cast("B"))
+        return _MemoryPending(self, slot, self._wires.wait)
+
+    def close(self) -> None:
+        """Close them; transfers on their way fail. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._wires.hang_up(self._name, self._rank)
+
+    def _next_key(self, source: int, to: int) -> tuple[str, int, int, int]:
+        posted = self._num_posted[source, to]
+        self._num_posted[source, to] = posted + 1
+        return self._name, source, to, posted
 
 
 T = TypeVar("T")

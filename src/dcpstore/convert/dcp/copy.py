@@ -21,7 +21,7 @@ from dcpstore.format.manifest import Path
 from dcpstore.format.metadata import planner_paths_of
 from dcpstore.plan.rules import Rename
 from dcpstore.ranks import RankGroup
-from dcpstore.ranks.agreement import Ranks, join_ranks, plain_cause_of_one
+from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import Checkpoint
 from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
 from dcpstore.store.folder import Folder
@@ -97,7 +97,7 @@ def dcp_to_dcp(
     shares = share_budget(budget_bytes)
     changes = bool(reencode or keys or exclude or rename or selection.dtypes or object_bytes)
     joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
-    with joining as group, plain_cause_of_one(group):
+    with joining as group:
         opening = open_source(group, source, source_options, shares.read_config())
         with opening as checkpoint:
             if checkpoint.discovered.files is not None:

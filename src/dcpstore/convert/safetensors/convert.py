@@ -28,7 +28,7 @@ from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, sele
 from dcpstore.errors import ConfigError
 from dcpstore.plan.rules import Rename
 from dcpstore.ranks import steps
-from dcpstore.ranks.agreement import Ranks, join_ranks, plain_cause_of_one
+from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import Checkpoint
 from dcpstore.read.discovery import Discovered
 from dcpstore.report import ProgressCallback, show_progress
@@ -109,7 +109,7 @@ def dcp_to_safetensors(
     joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
     with joining as group:
         showing = show_progress("convert", progress, is_coordinator=group.is_coordinator)
-        with plain_cause_of_one(group), showing as meter:
+        with showing as meter:
             folder = Folder(target, target_options, WriteConfig())
             config = shares.read_config()
             with open_source(group, source, source_options, config) as checkpoint:
@@ -182,7 +182,7 @@ def safetensors_to_dcp(
     selection = select(keys, exclude, rename, dtype)
     shares = share_budget(budget_bytes)
     joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
-    with joining as group, plain_cause_of_one(group):
+    with joining as group:
         folder, key = split_source(source)
         found_aliases: dict[str, str] = {}
 

@@ -73,7 +73,7 @@ from dcpstore.format.keys import METADATA_KEY, save_id_of
 from dcpstore.format.tensors import load_record
 from dcpstore.plan.rules import Rename
 from dcpstore.ranks import steps
-from dcpstore.ranks.agreement import Ranks, join_ranks, plain_cause_of_one
+from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import BoxRead, Checkpoint, open_checkpoint
 from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
 from dcpstore.store.folder import Folder
@@ -472,7 +472,6 @@ def dcp_to_torch_save(
     joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
     with joining as group, ExitStack() as stack:
         showing = show_progress("convert", progress, is_coordinator=group.is_coordinator)
-        stack.enter_context(plain_cause_of_one(group))
         meter = stack.enter_context(showing)
 
         def convert() -> ConvertResult:

@@ -67,7 +67,7 @@ from dcpstore.format.dtypes import dtype_name
 from dcpstore.plan import SavePlanner
 from dcpstore.plan.rules import Rename
 from dcpstore.ranks import RankGroup, steps
-from dcpstore.ranks.agreement import Ranks, join_ranks, plain_cause_of_one
+from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
 from dcpstore.report import Meter, Phases, Progress, ProgressCallback, SaveResult, show_progress
 from dcpstore.saving import save
@@ -537,7 +537,6 @@ def torch_save_to_dcp(
     joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
     with joining as group, ExitStack() as stack:
         showing = show_progress("convert", progress, is_coordinator=group.is_coordinator)
-        stack.enter_context(plain_cause_of_one(group))
         meter = stack.enter_context(showing)
         phases = Phases()
         with phases.phase("open"):
