@@ -42,7 +42,7 @@ from dcpstore.plan.agreement import Agreement
 from dcpstore.plan.wire import PackedPlan, PartKind, PlanCache, PlanFlag
 from dcpstore.plan.wire import Part as PlanPart
 from dcpstore.ranks import Pending, RankGroup, steps
-from dcpstore.ranks.lanes import tree_children, tree_parent
+from dcpstore.ranks.transport import tree_children, tree_parent
 from dcpstore.read.plan import Piece, Request
 from dcpstore.read.pump import ReadJob
 from dcpstore.store.budget import bytes_in_flight
