@@ -27,13 +27,13 @@ from dcpstore.format.keys import METADATA_KEY
 from dcpstore.ranks import SingleGroup
 from dcpstore.report import Meter
 from dcpstore.store import RetryPolicy, open_store
+from dcpstore.store.base import server_copier
 from dcpstore.store.location import parse_location
 from dcpstore.store.ranges import ByteRange
+from dcpstore.store.retry import copy_with_retries
 from dcpstore.store.s3fs_engine import S3fsStore
-from dcpstore.store.server_copy import copy_with_retries, server_copier
-from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
+from dcpstore.testing import Fault, FaultyStore, RecordingStore, StoreFault
 from dcpstore.testing.ranks import run_ranks
-from dcpstore.testing.s3_wire import Fault
 
 pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")]
 

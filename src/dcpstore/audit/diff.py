@@ -50,8 +50,8 @@ from dcpstore.plan.rules import KeyRules
 from dcpstore.plan.values import ValueRecord
 from dcpstore.read.checkpoint import BoxRead, Checkpoint, open_checkpoint
 from dcpstore.report import Meter, ProgressCallback, show_progress
+from dcpstore.store import open_store
 from dcpstore.store.base import Store
-from dcpstore.store.opening import open_store
 from dcpstore.text import count_text, size_text, table
 
 DifferenceKind: TypeAlias = Literal["only left", "only right", "kind", "shape", "dtype", "value"]

@@ -36,9 +36,9 @@ from dcpstore.errors import ConflictError, CorruptError, NotFoundError, StoreErr
 from dcpstore.format.keys import METADATA_KEY, save_id_of
 from dcpstore.read.discovery import discover
 from dcpstore.report import ProgressCallback, show_progress
+from dcpstore.store import open_store
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.store.folder import Folder
-from dcpstore.store.opening import open_store
 from dcpstore.store.ranges import ByteRange
 from dcpstore.text import count_text, size_text, table
 

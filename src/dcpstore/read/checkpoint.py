@@ -47,9 +47,9 @@ from dcpstore.read.discovery import Discovered, discover
 from dcpstore.read.pump import ReadJob, ReadStats
 from dcpstore.read.records import place
 from dcpstore.report import Meter
+from dcpstore.store import open_store
 from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder
-from dcpstore.store.opening import open_store
 from dcpstore.torch_private import narrow
 
 Slices: TypeAlias = Any

@@ -29,9 +29,9 @@ from dcpstore.plan.coverage import with_holes
 from dcpstore.read.discovery import Discovered, discover
 from dcpstore.read.pump import ReadJob, ReadStats
 from dcpstore.report import Meter
+from dcpstore.store import open_store
 from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder
-from dcpstore.store.opening import open_store
 
 
 class ObjectStoreReader(StorageReader):

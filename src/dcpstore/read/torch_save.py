@@ -120,11 +120,11 @@ from dcpstore.read.pump import ReadStats
 from dcpstore.read.targets import Slot, Target, copy_piece, resolve_targets, window
 from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
 from dcpstore.report import Meter
+from dcpstore.store import open_store
 from dcpstore.store.base import Store
 from dcpstore.store.budget import ByteBudget, Cancelled
 from dcpstore.store.folder import Folder
 from dcpstore.store.location import file_location, redact
-from dcpstore.store.opening import open_store
 from dcpstore.store.ranges import ByteRange, row_major_strides
 from dcpstore.torch_private import flatten_state_dict
 

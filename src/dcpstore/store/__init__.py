@@ -10,7 +10,7 @@ store.get_range("a/b", 1, 3)
 from __future__ import annotations
 
 from dcpstore.store.base import Capabilities, Fetched, IfMatch, ObjectInfo, PutMode, Store
-from dcpstore.store.opening import open_store
+from dcpstore.store.folder import open_store
 from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
 
 __all__ = [

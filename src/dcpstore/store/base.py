@@ -12,22 +12,28 @@ concurrency belongs to the executors above. A typical save and load call it so:
 
 ``list`` and ``delete_many`` serve clean-up and discovery, never a save or a load.
 
-Memory that a range of an object is received into, and who may write there now.
+A store may do more, which its caller has to ask for first: receive ranges straight into memory of
+the caller's (`FillsMemory`), and let the provider copy objects by itself (`ServerCopies`).
+`WrappedStore` is what retries, and the fakes of `dcpstore.testing`, are made of.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from typing_extensions import Buffer
 
 from dcpstore.errors import CheckpointError
-from dcpstore.store.limits import NO_LIMITS, StoreLimits
+from dcpstore.store.limits import NO_LIMITS, Part, StoreLimits, as_bytes_view, check_key
+from dcpstore.store.location import Location
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,6 @@ class IfMatch:
 
 
 PutMode: TypeAlias = Literal["overwrite", "create"] | IfMatch
-Part: TypeAlias = Buffer | tuple[Buffer, ...]
-"""A part of an upload: its bytes, or the pieces that lie one behind the other in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,7 @@ class Capabilities:
             False, the caller should ``head`` an object to be sure of it.
         gathers_parts: ``put_parts`` sends the pieces of a part from where they lie. Where
             False, it joins them first, in memory of its own.
-        fills_memory: There is a `fill`, which receives ranges straight into memory of the
-            caller's; see `dcpstore.store.base`.
+        fills_memory: The store is one that `FillsMemory`.
         limits: The most that it takes. Keys and sizes beyond it are refused without a request.
     """
 
@@ -254,3 +257,218 @@ class FillsMemory(Protocol):
 
         Raises: as `Store.get_range`, and `Revoked`.
         """
+
+
+# --- copies by the provider --------------------------------------------------------------
+
+CopyMode: TypeAlias = Literal["overwrite", "create"]
+_COPYING_SCHEMES = frozenset({"s3", "gs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a store's objects lie, and what reaches them.
+
+    Attributes:
+        location: The root.
+        options: fsspec's options, as given by the user.
+    """
+
+    location: Location
+    options: Mapping[str, Any] = field(repr=False)
+
+    def path(self, key: str) -> str:
+        """Return the object's key in its bucket."""
+        prefix = self.location.prefix
+        return f"{prefix}/{check_key(key)}" if prefix else check_key(key)
+
+
+@runtime_checkable
+class ServerCopies(Protocol):
+    """A `Store` whose provider may copy objects, so that no byte passes through this process.
+
+    S3 and Google copy between buckets that the same credentials reach at the same endpoint. Both
+    engines of a URL do it through s3fs or gcsfs, since obstore copies within one bucket only, takes
+    no condition on S3, and stops at S3's limit of 5 GiB. Azure's copies may go on after the answer,
+    and nobody here waits for them: they pass through the process, as folders and memory do.
+    """
+
+    def copy_from(
+        self,
+        origin: Origin,
+        source_key: str,
+        key: str,
+        *,
+        size_bytes: int,
+        mode: CopyMode = "overwrite",
+    ) -> None:
+        """Copy one object of another store of the provider; whole under its key, or not at all.
+
+        Failures that may pass are repeated by the engine, parts of a large object singly.
+
+        Raises:
+            AlreadyExistsError: If ``mode="create"`` and the object exists.
+            StoreError: If the provider refused or failed; ``retryable`` tells which.
+            ConfigError: If the engine that copies does not take the options.
+        """
+
+
+ServerCopy: TypeAlias = Callable[..., None]
+"""`ServerCopies.copy_from`, its origin given."""
+
+
+def server_copier(source: Store, target: Store) -> ServerCopy | None:
+    """Return what copies from one store to another by the provider alone, if it can.
+
+    Whether it may, the provider tells when asked: a refusal is a `StoreError`.
+
+    Args:
+        source: Rooted at the bucket and prefix to copy from.
+        target: To copy to. Retries and wrappers of its own apply.
+    """
+    here, there = _origin_of(source), _origin_of(target)
+    if here is None or there is None or not isinstance(target, ServerCopies):
+        return None
+    scheme = here.location.scheme
+    if scheme not in _COPYING_SCHEMES or scheme != there.location.scheme:
+        return None
+    if dict(here.options) != dict(there.options):
+        return None
+    return partial(target.copy_from, here)
+
+
+def _origin_of(store: Store) -> Origin | None:
+    """Return where the engine under all wrappers keeps its objects."""
+    while (inner := getattr(store, "inner", None)) is not None:
+        store = inner
+    found = getattr(store, "origin", None)
+    return found if isinstance(found, Origin) else None
+
+
+# --- stores around stores ----------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a verb, as a `WrappedStore` passes it on.
+
+    Attributes:
+        verb: Name of the method; ``get_range`` for a ``fill``, which sends the same request.
+        key: The key, the prefix, or the first of several keys.
+        start: First byte asked for by ``get_range``; None for other verbs.
+        end: End of the range (exclusive).
+        num_bytes: Of the body of a ``put``; keys of a ``delete_many``.
+        mode: ``overwrite``, ``create`` or ``match`` for a ``put`` or ``copy_from``; None for
+            others.
+    """
+
+    verb: str
+    key: str
+    start: int | None = None
+    end: int | None = None
+    num_bytes: int = 0
+    mode: str | None = None
+
+
+class WrappedStore:
+    """A `Store` that passes every call on to another one, all of them through `_pass`.
+
+    Args:
+        inner: The store that does the work.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    @property
+    def inner(self) -> Store:
+        """The store that does the work."""
+        return self._inner
+
+    @property
+    def url(self) -> str:
+        """The root, without secrets."""
+        return self._inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the inner store promises."""
+        return self._inner.capabilities
+
+    def _pass(self, call: Call, request: Callable[[Store], _T]) -> _T:
+        """Let the inner store do what is asked; for subclasses to do something about it.
+
+        Args:
+            call: What is asked.
+            request: Asks it of a store, and returns the answer.
+        """
+        del call
+        return request(self._inner)
+
+    def get(self, key: str) -> Fetched:
+        """Fetch a whole object."""
+        return self._pass(Call("get", key), lambda inner: inner.get(key))
+
+    def get_range(self, key: str, start: int, end: int) -> memoryview:
+        """Fetch bytes ``[start, end)``."""
+        call = Call("get_range", key, start, end)
+        return self._pass(call, lambda inner: inner.get_range(key, start, end))
+
+    def fill(self, key: str, start: int, destination: Destination) -> None:
+        """Fetch a range straight into memory of the caller's; only of an inner store that can."""
+        call = Call("get_range", key, start, start + destination.num_bytes)
+        self._pass(call, lambda inner: cast("FillsMemory", inner).fill(key, start, destination))
+
+    def head(self, key: str) -> ObjectInfo:
+        """Look an object up without its bytes."""
+        return self._pass(Call("head", key), lambda inner: inner.head(key))
+
+    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
+        """Store one object in one atomic request and return its ETag."""
+        call = Call("put", key, num_bytes=as_bytes_view(data).nbytes)
+        call.mode = mode if isinstance(mode, str) else "match"
+        return self._pass(call, lambda inner: inner.put(key, data, mode=mode))
+
+    def put_parts(
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
+    ) -> str | None:
+        """Store one large object from parts, several in flight, and return its ETag."""
+        call = Call("put_parts", key)
+        sizes = {"part_bytes": part_bytes, "max_concurrency": max_concurrency}
+        return self._pass(call, lambda inner: inner.put_parts(key, parts, **sizes))
+
+    def copy_from(
+        self,
+        origin: Origin,
+        source_key: str,
+        key: str,
+        *,
+        size_bytes: int,
+        mode: CopyMode = "overwrite",
+    ) -> None:
+        """Let the provider copy an object; only of an inner store that can."""
+        call = Call("copy_from", key, mode=mode)
+        more: dict[str, Any] = {"size_bytes": size_bytes, "mode": mode}
+        self._pass(
+            call,
+            lambda inner: cast("ServerCopies", inner).copy_from(origin, source_key, key, **more),
+        )
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below the folder ``prefix``."""
+        yield from self._pass(Call("list", prefix), lambda inner: inner.list(prefix))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete objects; a missing one is no error."""
+        call = Call("delete_many", keys[0] if keys else "", num_bytes=len(keys))
+        self._pass(call, lambda inner: inner.delete_many(keys))
+
+    def close(self) -> None:
+        """Close the inner store."""
+        self._inner.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._inner,)

@@ -11,21 +11,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpstore.errors import NotFoundError, StoreError
-from dcpstore.store.base import Capabilities, Fetched, ObjectInfo
+from dcpstore.store.base import Capabilities, CopyMode, Fetched, ObjectInfo, Origin
 from dcpstore.store.error_map import Asked, check_length, deletes_failed
 from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, run_within
 from dcpstore.store.fsspec_writers import TEMPORARY, info_of, writer_for
 from dcpstore.store.gcsfs_writer import rewrite
 from dcpstore.store.limits import StoreLimits, as_bytes_view, check_key, checked_parts, limits_of
-from dcpstore.store.retry import RetryPolicy, TimeLimit
-from dcpstore.store.server_copy import CopyMode, Origin, copy_with_retries
+from dcpstore.store.retry import RetryPolicy, TimeLimit, copy_with_retries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
 
-    from dcpstore.store.base import Part, PutMode
+    from dcpstore.store.base import PutMode
+    from dcpstore.store.limits import Part
     from dcpstore.store.location import Location
 
 

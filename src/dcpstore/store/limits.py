@@ -1,4 +1,4 @@
-"""What stores refuse by its size, so that it is met before the first byte is sent.
+"""What stores refuse by its name or size, known before the first byte is sent.
 
 ======  ==========  ==========  =========  ==========  ===================================
 scheme  parts       a part      a put      an object   a key
@@ -12,22 +12,21 @@ From "Amazon S3 multipart upload limits", "Cloud Storage quotas and limits", and
 performance targets for Blob storage", whose 4.75 TiB hold for every version of Azure's service.
 Linux takes names of 255 bytes; obstore uses three for the file that it writes before the rename.
 
-Buffers and streams of parts, checked before an engine sends them.
+Keys, bodies and streams of parts go through the checks of this module before an engine sends them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TypeAlias
+
+from typing_extensions import Buffer
 
 from dcpstore.errors import ConfigError
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-    from dcpstore.store.base import Part
-
+Part: TypeAlias = Buffer | tuple[Buffer, ...]
+"""A part of an upload: its bytes, or the pieces that lie one behind the other in it."""
 
 _MIB = 1 << 20
 _GIB = 1 << 30

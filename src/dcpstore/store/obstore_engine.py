@@ -25,7 +25,15 @@ from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 from typing_extensions import Buffer
 
 from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreError
-from dcpstore.store.base import Capabilities, Fetched, IfMatch, ObjectInfo, Part, PutMode
+from dcpstore.store.base import (
+    Capabilities,
+    CopyMode,
+    Fetched,
+    IfMatch,
+    ObjectInfo,
+    Origin,
+    PutMode,
+)
 from dcpstore.store.error_map import (
     Asked,
     Publication,
@@ -39,6 +47,7 @@ from dcpstore.store.error_map import (
 )
 from dcpstore.store.http_ranges import open_short_cut
 from dcpstore.store.limits import (
+    Part,
     StoreLimits,
     as_bytes_view,
     check_key,
@@ -50,7 +59,6 @@ from dcpstore.store.limits import (
 from dcpstore.store.location import Location, redact
 from dcpstore.store.options import translate
 from dcpstore.store.retry import RetryPolicy, TimeLimit, call_with_retries
-from dcpstore.store.server_copy import CopyMode, Origin
 
 if TYPE_CHECKING:
     from dcpstore.store.base import Destination

@@ -1,8 +1,7 @@
-"""One limit on concurrent requests, shared by all who may be throttled together.
+"""Retries: jittered, bounded in number and time, and never of what may have happened.
 
-Retries: jittered, bounded in number and time, and never of what may have happened.
-
-Each try has a time-out, and the request with all its tries a deadline; see `RetryPolicy`.
+Each try has a time-out, and the request with all its tries a deadline; see `RetryPolicy`. One
+`AdaptiveLimiter` bounds the concurrent requests of all who may be throttled together.
 
 What is repeated, and when:
 
@@ -26,27 +25,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
-from dcpstore.errors import CheckpointError, StoreError
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-    from dcpstore.store.base import (
-        Capabilities,
-        Destination,
-        Fetched,
-        FillsMemory,
-        ObjectInfo,
-        Part,
-        PutMode,
-        Store,
-    )
-    from dcpstore.store.server_copy import CopyMode, Origin, ServerCopies
+from dcpstore.errors import AlreadyExistsError, CheckpointError, StoreError
+from dcpstore.store.base import Call, ObjectInfo, Store, WrappedStore
 
 
 class AdaptiveLimiter:
@@ -285,7 +270,7 @@ class TimesOut(Protocol):
         """Return the same store for one request, which fails when so many seconds are over."""
 
 
-class RetryingStore:
+class RetryingStore(WrappedStore):
     """A `Store` that repeats failed requests of another and slows down when throttled.
 
     Args:
@@ -307,7 +292,7 @@ class RetryingStore:
         sleep: Callable[[float], None] = time.sleep,
         rng: random.Random | None = None,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._policy = policy or RetryPolicy()
         self._limiter = limiter or AdaptiveLimiter()
         self._clock = clock
@@ -317,80 +302,9 @@ class RetryingStore:
         self._has_answered = False
 
     @property
-    def inner(self) -> Store:
-        """The store that sends the requests."""
-        return self._inner
-
-    @property
     def limiter(self) -> AdaptiveLimiter:
         """The limit on concurrent requests."""
         return self._limiter
-
-    @property
-    def url(self) -> str:
-        """The root, without secrets."""
-        return self._inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the inner store promises."""
-        return self._inner.capabilities
-
-    def get(self, key: str) -> Fetched:
-        """Fetch a whole object."""
-        return self._repeat(lambda inner: inner.get(key))
-
-    def get_range(self, key: str, start: int, end: int) -> memoryview:
-        """Fetch bytes ``[start, end)``."""
-        return self._repeat(lambda inner: inner.get_range(key, start, end))
-
-    def fill(self, key: str, start: int, destination: Destination) -> None:
-        """Fetch a range straight into memory of the caller's."""
-        # Who asks has seen that it can.
-        self._repeat(lambda inner: cast("FillsMemory", inner).fill(key, start, destination))
-
-    def head(self, key: str) -> ObjectInfo:
-        """Look an object up without its bytes."""
-        return self._repeat(lambda inner: inner.head(key))
-
-    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
-        """Store one object; a conditional put is repeated only after a throttle."""
-        may_repeat = _if_retryable if mode == "overwrite" else _if_throttled
-        return self._repeat(lambda inner: inner.put(key, data, mode=mode), may_repeat, looks=False)
-
-    def put_parts(
-        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
-    ) -> str | None:
-        """Store one large object from parts; only its engine can repeat one.
-
-        It takes no place in the limiter: its parts may come from requests that need one.
-        """
-        self._limiter.wait_for_pause()
-        try:
-            return self._noting(
-                lambda: self._inner.put_parts(
-                    key, parts, part_bytes=part_bytes, max_concurrency=max_concurrency
-                )
-            )
-        except CheckpointError as error:
-            error.refused = False  # the engine does not tell what became of earlier attempts
-            raise
-
-    def copy_from(
-        self,
-        origin: Origin,
-        source_key: str,
-        key: str,
-        *,
-        size_bytes: int,
-        mode: CopyMode = "overwrite",
-    ) -> None:
-        """Let the provider copy an object; see `dcpstore.store.server_copy`."""
-        inner = cast("ServerCopies", self._inner)  # who asks has seen that it copies
-        self._limiter.wait_for_pause()
-        self._noting(
-            lambda: inner.copy_from(origin, source_key, key, size_bytes=size_bytes, mode=mode)
-        )
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``, each key once."""
@@ -406,25 +320,14 @@ class RetryingStore:
                 pages.clear()
                 raise
 
-        while (found := self._repeat(step)) is not None:
+        while (found := self._pass(Call("list", prefix), step)) is not None:
             yielded.add(found.key)
             yield found
 
-    def delete_many(self, keys: Sequence[str]) -> None:
-        """Delete objects; a missing one is no error."""
-        self._repeat(lambda inner: inner.delete_many(keys))
-
-    def close(self) -> None:
-        """Close the inner store."""
-        self._inner.close()
-
-    def _repeat(
-        self,
-        request: Callable[[Store], _T],
-        may_repeat: Callable[[StoreError], bool] | None = None,
-        *,
-        looks: bool = True,
-    ) -> _T:
+    def _pass(self, call: Call, request: Callable[[Store], _T]) -> _T:
+        if call.verb in ("put_parts", "copy_from"):
+            return self._send_once(call, request)
+        is_put = call.verb == "put"
         deadline = Deadline(self._policy.total_deadline_s, self._clock)
 
         def limited() -> _T:
@@ -438,13 +341,26 @@ class RetryingStore:
         return call_with_retries(
             limited,
             self._policy,
-            may_repeat=may_repeat or _if_retryable,
+            may_repeat=_if_throttled if is_put and call.mode != "overwrite" else _if_retryable,
             # Who puts has looked before, maybe in another process.
-            has_answered=lambda: self._has_answered or not looks,
+            has_answered=lambda: self._has_answered or is_put,
             deadline=deadline,
             sleep=self._sleep,
             rng=self._rng,
         )
+
+    def _send_once(self, call: Call, request: Callable[[Store], _T]) -> _T:
+        """Leave all repetition to the engine, and take no place in the limiter.
+
+        Parts may come from requests that need a place.
+        """
+        self._limiter.wait_for_pause()
+        try:
+            return self._noting(lambda: request(self._inner))
+        except CheckpointError as error:
+            if call.verb == "put_parts":
+                error.refused = False  # the engine does not tell what became of earlier attempts
+            raise
 
     def _noting(self, request: Callable[[], _T]) -> _T:
         try:
@@ -457,9 +373,6 @@ class RetryingStore:
         self._limiter.note_success()
         self._has_answered = True
         return answer
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._inner!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._inner, self._policy, self._limiter)
@@ -537,3 +450,34 @@ def _given_up(
         # The deadline may have cut the last attempt short: that says little about the store.
         said += f"; the attempt before: {before.message}"
     return error.said_as(f"{error.message} ({said})")
+
+
+def copy_with_retries(
+    request: Callable[[], None], policy: RetryPolicy, deadline: Deadline | None = None
+) -> None:
+    """Repeat a copy on any retryable error: the same bytes land twice.
+
+    A copy that must create finds its own object where an answer was lost: that is a success.
+
+    Args:
+        request: Copies, and asks the deadline, if there is one, for its time-out.
+        policy: How long to keep trying.
+        deadline: By which the last try must have ended; None for the policy's, from now on.
+
+    Raises:
+        AlreadyExistsError: If the object was there at the first try.
+    """
+    maybe_done = False
+
+    def once() -> None:
+        nonlocal maybe_done
+        try:
+            request()
+        except AlreadyExistsError:
+            if not maybe_done:
+                raise
+        except StoreError as error:
+            maybe_done = maybe_done or (error.retryable and not error.throttled)
+            raise
+
+    call_with_retries(once, policy, deadline=deadline)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpstore.errors import AlreadyExistsError, CheckpointError, NotFoundError
-from dcpstore.store.base import Capabilities, Fetched, IfMatch, ObjectInfo
+from dcpstore.store.base import Capabilities, CopyMode, Fetched, IfMatch, ObjectInfo, Origin
 from dcpstore.store.error_map import (
     Answer,
     Asked,
@@ -33,15 +33,21 @@ from dcpstore.store.error_map import (
 from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, sync_within
 from dcpstore.store.limits import StoreLimits, as_bytes_view, check_key, checked_parts, limits_of
 from dcpstore.store.ranges import ByteRange, cut
-from dcpstore.store.retry import Deadline, RetryPolicy, TimeLimit, call_with_retries
-from dcpstore.store.server_copy import CopyMode, Origin, copy_with_retries
+from dcpstore.store.retry import (
+    Deadline,
+    RetryPolicy,
+    TimeLimit,
+    call_with_retries,
+    copy_with_retries,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
 
-    from dcpstore.store.base import Part, PutMode
+    from dcpstore.store.base import PutMode
+    from dcpstore.store.limits import Part
     from dcpstore.store.location import Location
 
 

@@ -7,11 +7,15 @@ The fakes are `dcpstore.store.Store`s that wrap another one, so they compose:
 
 from __future__ import annotations
 
-from dcpstore.testing.faults import Crashed, FaultyStore, StoreFault
-from dcpstore.testing.latency import LatencyStore
-from dcpstore.testing.recording import RecordingStore, StoreRequest
-from dcpstore.testing.s3_wire import Fault, LoggedRequest
-from dcpstore.testing.servers import GcsServer, MotoServer, S3Client
+from dcpstore.testing.fakes import (
+    Crashed,
+    FaultyStore,
+    LatencyStore,
+    RecordingStore,
+    StoreFault,
+    StoreRequest,
+)
+from dcpstore.testing.servers import Fault, GcsServer, LoggedRequest, MotoServer, S3Client
 
 __all__ = [
     "Crashed",

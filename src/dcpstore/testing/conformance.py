@@ -26,7 +26,8 @@ from dcpstore.errors import (
     CorruptError,
     NotFoundError,
 )
-from dcpstore.store.base import IfMatch, Part, Store
+from dcpstore.store.base import IfMatch, Store
+from dcpstore.store.limits import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

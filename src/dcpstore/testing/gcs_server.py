@@ -12,7 +12,7 @@ from http.server import HTTPServer
 from importlib import import_module
 from typing import Any
 
-from dcpstore.testing.process import serve_until_orphaned
+from dcpstore.testing.servers import serve_until_orphaned
 
 
 class _QuietServer(HTTPServer):

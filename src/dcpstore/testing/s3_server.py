@@ -17,8 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from dcpstore.testing.process import serve_until_orphaned
-from dcpstore.testing.s3_wire import Fault, LoggedRequest
+from dcpstore.testing.servers import Fault, LoggedRequest, serve_until_orphaned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

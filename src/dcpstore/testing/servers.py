@@ -1,24 +1,176 @@
-"""Servers for tests and demos: an embedded S3 that ends with the process that started it."""
+"""Servers for tests and demos, each in a process of its own that ends with the one that started it.
+
+`MotoServer` is an S3 whose requests are logged, slowed down and made to fail by a script. It and
+the process that serves (`dcpstore.testing.s3_server`) tell each other of `LoggedRequest`s and
+`Fault`s in JSON.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 import urllib.error
 import urllib.request
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
 
-from dcpstore.testing.process import ServerProcess
-from dcpstore.testing.s3_wire import Fault, LoggedRequest
+from typing_extensions import Self
 
 # moto checks no signature, but hides objects from those who send none at all.
 _SIGNED = (
     "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/aws4_request, "
     "SignedHeaders=host, Signature=none"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """One request as the server saw it.
+
+    Attributes:
+        operation: S3's name for it, such as ``GetObject``.
+        bucket: Bucket, or empty.
+        key: Object key, or empty.
+        range: The ``Range`` header as sent; None without one.
+        status: HTTP status of the answer.
+        num_bytes_in: Length of the request's body.
+        num_bytes_out: Length of the answer's body.
+        start_s: When it came, on the server's monotonic clock.
+        end_s: When its answer was ready.
+        num_in_flight: Requests being served when it came, itself included.
+        is_conditional: Whether it carried ``If-Match`` or ``If-None-Match``.
+    """
+
+    operation: str
+    bucket: str
+    key: str
+    range: str | None
+    status: int
+    num_bytes_in: int
+    num_bytes_out: int
+    start_s: float
+    end_s: float
+    num_in_flight: int
+    is_conditional: bool
+
+
+@dataclass(slots=True)
+class Fault:
+    """What to do to the next requests of one operation.
+
+    Attributes:
+        operation: S3's name for the operation; ``*`` for any.
+        kind: ``error`` answers with `status` and `code` and does nothing; ``lost_ack``
+            does what was asked and then answers so; ``short`` cuts `num_bytes` off the
+            answer's body and ``long`` adds as many, both with a matching length;
+            ``flip`` turns one bit of the body; ``drop`` closes the connection halfway
+            through the body.
+        times: How many requests it takes; -1 for all.
+        skip: How many of them to let pass first.
+        key: Only requests for this key; empty for any.
+        status: HTTP status of ``error`` and ``lost_ack``.
+        code: S3's error code.
+        retry_after_s: ``Retry-After`` header; None for none.
+        num_bytes: For ``short`` and ``long``.
+    """
+
+    operation: str = "*"
+    kind: str = "error"
+    times: int = 1
+    skip: int = 0
+    key: str = ""
+    status: int = 503
+    code: str = "SlowDown"
+    retry_after_s: float | None = None
+    num_bytes: int = 1
+
+    def takes(self, operation: str, key: str) -> bool:
+        """Whether this fault applies to a request, counting it if so."""
+        if self.times == 0 or self.operation not in ("*", operation):
+            return False
+        if self.key and self.key != key:
+            return False
+        if self.skip > 0:
+            self.skip -= 1
+            return False
+        if self.times > 0:
+            self.times -= 1
+        return True
+
+
+class ServerProcess:
+    """Starts ``python -m module``, which prints its port and ends with its standard input.
+
+    Args:
+        module: Calls `serve_until_orphaned`.
+        arguments: Its command line.
+        needs: What to install where it does not start.
+    """
+
+    def __init__(self, module: str, *arguments: str, needs: str) -> None:
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._needs = needs
+        self._process: subprocess.Popen[bytes] | None = None
+        self._endpoint_url = ""
+
+    def start(self) -> Self:
+        """Start the process and wait until it serves.
+
+        Raises:
+            RuntimeError: If it ends instead.
+        """
+        self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.strip().isdigit():
+            self.close()
+            raise RuntimeError(f"the server did not start: is {self._needs} installed?")
+        self._endpoint_url = f"http://127.0.0.1:{int(line)}"
+        return self
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def endpoint_url(self) -> str:
+        """Where it listens, as ``http://127.0.0.1:port``."""
+        return self._endpoint_url
+
+
+def serve_until_orphaned(server: object) -> None:
+    """Print a WSGI or HTTP server's port, serve, and end when standard input closes."""
+    port = server.server_port  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()  # type: ignore[attr-defined]
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    os._exit(0)  # connections that are still open need no goodbye
 
 
 class MotoServer(ServerProcess):

@@ -69,9 +69,8 @@ from dcpstore.format.manifest import DataObject, StoredItem
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import Checkpoint
 from dcpstore.report import Meter
-from dcpstore.store.base import Store
+from dcpstore.store.base import ServerCopy, Store, server_copier
 from dcpstore.store.ranges import ByteRange, cut, join
-from dcpstore.store.server_copy import ServerCopy, server_copier
 from dcpstore.write.commit import Proof, probe, sweep
 from dcpstore.write.job import Written
 from dcpstore.write.writer import ObjectStoreWriter
