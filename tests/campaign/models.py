@@ -45,22 +45,12 @@ from dcpstore.store.base import (
     Fetched,
     IfMatch,
     ObjectInfo,
-    Part,
     PutMode,
 )
-from dcpstore.store.error_map import (
-    Answer,
-    Asked,
-    check_length,
-    compare_etag,
-    deletes_failed,
-    from_answer,
-    from_fsspec,
-    from_obstore,
-    with_either_mark,
-)
+from dcpstore.store.engine import check_length, compare_etag, deletes_failed, with_either_mark
+from dcpstore.store.error_map import Answer, Asked, from_answer, from_fsspec, from_obstore
 from dcpstore.store.fsspec_engine import FsspecStore
-from dcpstore.store.limits import NO_LIMITS, as_bytes_view, check_key, checked_parts
+from dcpstore.store.limits import NO_LIMITS, Part, as_bytes_view, check_key, checked_parts
 from dcpstore.store.location import parse_location
 from dcpstore.store.uploads import OpenUpload
 

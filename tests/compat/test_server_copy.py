@@ -164,10 +164,10 @@ class Damaging(RecordingStore):
         self._damage = lambda key, size: client.flip_bit(f"{prefix}/{key}", int(share * size))
         self._once = threading.Lock()
 
-    def copy_from(self, origin, source_key, key, *, size_bytes, mode="overwrite") -> None:
-        super().copy_from(origin, source_key, key, size_bytes=size_bytes, mode=mode)
+    def copy_from(self, source, key, mode="overwrite") -> None:
+        super().copy_from(source, key, mode)
         if self._once.acquire(blocking=False):
-            self._damage(key, size_bytes)
+            self._damage(key, source.size_bytes)
 
 
 def mirror_into(target, source_url, options, *, verify=True, source=None):

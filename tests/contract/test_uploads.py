@@ -80,7 +80,7 @@ def test_a_long_list_is_followed_page_by_page():
     class Paged:
         url = "s3://bucket/run"
 
-        def _call(self, _asked, operation, **more):
+        def send(self, _asked, operation, **more):
             if operation == "list_parts":
                 return parts(more)
             asked.append((operation, more))

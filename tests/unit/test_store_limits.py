@@ -17,13 +17,15 @@ from dcpstore.config import WriteConfig
 from dcpstore.convert.output import Outputs
 from dcpstore.errors import ConfigError
 from dcpstore.store import open_store
+from dcpstore.store.base import CopySource
+from dcpstore.store.error_map import Asked
 from dcpstore.store.fsspec_engine import FsspecStore
 from dcpstore.store.limits import NO_LIMITS, StoreLimits, limits_of
 from dcpstore.store.location import parse_location
 from dcpstore.store.obstore_engine import ObstoreStore
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.ranges import ByteRange, join
 from dcpstore.store.retry import RetryPolicy
-from dcpstore.store.s3fs_engine import S3fsStore, S3Source, S3Target, copy_object
+from dcpstore.store.s3fs_engine import S3fsStore
 from dcpstore.testing import RecordingStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -139,19 +141,23 @@ def test_parts_grow_as_far_as_the_store_takes_them() -> None:
 
 
 def test_a_copy_by_the_provider_takes_no_more_parts_than_there_may_be() -> None:
-    copied: list[tuple[str, Any]] = []
+    ranges = []
 
-    def call(asked: Any, operation: str, deadline: Any, num_bytes: int, **more: Any) -> Any:
-        copied.append((operation, num_bytes))
-        return {"UploadId": "u", "CopyPartResult": {"ETag": "e"}}
+    class Copying(S3fsStore):
+        def send(
+            self, asked: Asked, operation: str, most_s: float | None = None, **more: Any
+        ) -> dict[str, Any]:
+            if operation == "upload_part_copy":
+                start, _, last = more["CopySourceRange"].removeprefix("bytes=").partition("-")
+                ranges.append(ByteRange(int(start), int(last) + 1))
+            return {"UploadId": "u", "CopyPartResult": {"ETag": "e"}}
 
     limits = StoreLimits(max_parts=3, max_part_bytes=1 << 20)
-    target = S3Target(call, RetryPolicy(1), "s3://b", "k", "k")
-    part_bytes = limits.part_bytes_for(100_000, 10_000)
-    copy_object(target, S3Source("b", "old"), 100_000, part_bytes, "overwrite", lambda: None)  # type: ignore[arg-type, return-value]
-    sizes = [size for operation, size in copied if operation == "upload_part_copy"]
-    assert (len(sizes), sum(sizes)) == (3, 100_000)
-    assert ByteRange(0, max(sizes)).end <= 1 << 20
+    store = Copying(parse_location("s3://b"), limits=limits, copy_part_bytes=10_000)
+    store.copy_from(CopySource(store.origin, "old", 100_000), "k")
+    assert join(ranges) == [ByteRange(0, 100_000)]
+    assert len(ranges) == 3
+    assert max(one.num_bytes for one in ranges) <= 1 << 20
 
 
 # Saves and conversions -----------------------------------------------------------------------

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from typing_extensions import Buffer
@@ -277,10 +276,31 @@ class Origin:
     location: Location
     options: Mapping[str, Any] = field(repr=False)
 
-    def path(self, key: str) -> str:
-        """Return the object's key in its bucket."""
-        prefix = self.location.prefix
-        return f"{prefix}/{check_key(key)}" if prefix else check_key(key)
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """An object to copy, of any store of the same provider.
+
+    Attributes:
+        origin: Where it lies.
+        key: Relative to the root there.
+        size_bytes: Length of the object.
+    """
+
+    origin: Origin
+    key: str
+    size_bytes: int
+
+    @property
+    def bucket(self) -> str:
+        """Its bucket."""
+        return self.origin.location.bucket
+
+    @property
+    def path(self) -> str:
+        """Its key in the bucket."""
+        prefix, key = self.origin.location.prefix, check_key(self.key)
+        return f"{prefix}/{key}" if prefix else key
 
 
 @runtime_checkable
@@ -293,15 +313,7 @@ class ServerCopies(Protocol):
     and nobody here waits for them: they pass through the process, as folders and memory do.
     """
 
-    def copy_from(
-        self,
-        origin: Origin,
-        source_key: str,
-        key: str,
-        *,
-        size_bytes: int,
-        mode: CopyMode = "overwrite",
-    ) -> None:
+    def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Copy one object of another store of the provider; whole under its key, or not at all.
 
         Failures that may pass are repeated by the engine, parts of a large object singly.
@@ -313,12 +325,11 @@ class ServerCopies(Protocol):
         """
 
 
-ServerCopy: TypeAlias = Callable[..., None]
-"""`ServerCopies.copy_from`, its origin given."""
-
-
-def server_copier(source: Store, target: Store) -> ServerCopy | None:
+def server_copier(source: Store, target: Store) -> Callable[..., None] | None:
     """Return what copies from one store to another by the provider alone, if it can.
+
+    It takes the key of the source, that of the copy, ``size_bytes`` and perhaps a ``mode``, and
+    raises as `ServerCopies.copy_from` does.
 
     Whether it may, the provider tells when asked: a refusal is a `StoreError`.
 
@@ -334,7 +345,11 @@ def server_copier(source: Store, target: Store) -> ServerCopy | None:
         return None
     if dict(here.options) != dict(there.options):
         return None
-    return partial(target.copy_from, here)
+
+    def copy(source_key: str, key: str, *, size_bytes: int, mode: CopyMode = "overwrite") -> None:
+        target.copy_from(CopySource(here, source_key, size_bytes), key, mode)
+
+    return copy
 
 
 def _origin_of(store: Store) -> Origin | None:
@@ -437,22 +452,10 @@ class WrappedStore:
         sizes = {"part_bytes": part_bytes, "max_concurrency": max_concurrency}
         return self._pass(call, lambda inner: inner.put_parts(key, parts, **sizes))
 
-    def copy_from(
-        self,
-        origin: Origin,
-        source_key: str,
-        key: str,
-        *,
-        size_bytes: int,
-        mode: CopyMode = "overwrite",
-    ) -> None:
+    def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let the provider copy an object; only of an inner store that can."""
         call = Call("copy_from", key, mode=mode)
-        more: dict[str, Any] = {"size_bytes": size_bytes, "mode": mode}
-        self._pass(
-            call,
-            lambda inner: cast("ServerCopies", inner).copy_from(origin, source_key, key, **more),
-        )
+        self._pass(call, lambda inner: cast("ServerCopies", inner).copy_from(source, key, mode))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""

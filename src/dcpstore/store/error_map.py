@@ -3,8 +3,6 @@
 obstore keeps an answer's status and body only inside the text of its error, s3fs
 keeps a parsed one in ``__cause__`` and gcsfs an HTTP code as an attribute. All of
 them are first read into an `Answer`; one table then says what it means.
-
-What every engine must conclude in the same way from what a store answered.
 """
 
 from __future__ import annotations
@@ -14,27 +12,21 @@ import errno
 import re
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
 from dcpstore.errors import (
     AlreadyExistsError,
     CheckpointError,
     ConfigError,
     ConflictError,
-    CorruptError,
     NotFoundError,
     StoreError,
 )
 from dcpstore.store.base import IfMatch, PutMode
 from dcpstore.store.location import redact
 from dcpstore.text import printable
-
-if TYPE_CHECKING:
-    from dcpstore.store.base import ObjectInfo, PutMode
-
 
 _MAX_TEXT = 300
 _MAX_FOREIGN_TEXT = 2000
@@ -484,133 +476,3 @@ def _first_sentence(text: str) -> str:
 def _trim(text: str) -> str:
     flat = " ".join(redact(_without_secrets(text)).split())
     return flat if len(flat) <= _MAX_TEXT else f"{flat[: _MAX_TEXT - 3]}..."
-
-
-_T = TypeVar("_T")
-_NUM_PARTS = re.compile(r'-(\d+)"?$')  # the end of a multipart object's ETag
-_MOST_SKEW = timedelta(minutes=15)  # between clocks: S3 refuses requests that are further off
-
-
-def check_length(
-    asked: Asked,
-    start: int,
-    end: int,
-    fetch: Callable[[], memoryview],
-    head: Callable[[], ObjectInfo],
-) -> memoryview:
-    """Fetch a range and accept it only at its exact length.
-
-    A short answer, or a refusal that neither another try nor other credentials would
-    change (416), costs one `head`: it alone tells a truncated object from a broken
-    answer.
-
-    Raises:
-        CorruptError: If the object ends before ``end``.
-        StoreError: (retryable) If the answer has another length than the range.
-    """
-    try:
-        data = fetch()
-    except StoreError as error:
-        if not (error.retryable or error.denied):
-            _reject_truncated(asked, start, end, head, error)
-        raise
-    if len(data) == end - start:
-        return data
-    if len(data) < end - start:
-        _reject_truncated(asked, start, end, head, None)
-    raise StoreError(
-        f"{asked} failed: {len(data)} bytes came instead of {end - start}",
-        key=asked.key,
-        retryable=True,
-    )
-
-
-def _reject_truncated(
-    asked: Asked,
-    start: int,
-    end: int,
-    head: Callable[[], ObjectInfo],
-    cause: CheckpointError | None,
-) -> None:
-    size = head().size_bytes
-    if size < end:
-        raise CorruptError(
-            f"{asked} failed: the object ends at byte {size}; it was truncated or replaced",
-            key=asked.key,
-            start=start,
-            end=end,
-        ) from cause
-
-
-def compare_etag(asked: Asked, mode: IfMatch, head: Callable[[], ObjectInfo]) -> None:
-    """Compare before a put, where the store itself cannot. Not atomic.
-
-    Raises:
-        ConflictError: If the object is another or absent.
-    """
-    try:
-        found = head().etag
-    except NotFoundError as error:
-        raise ConflictError(f"{asked}: the object is gone") from error
-    if found != mode.etag:
-        raise ConflictError(f"{asked}: its ETag is {found}, not {mode.etag}: somebody replaced it")
-
-
-def with_either_mark(mode: PutMode, send: Callable[[PutMode], _T]) -> _T:
-    """Put; where a quoted ETag is refused, try the bare one before calling it a conflict.
-
-    Ceph 16 compares the header as sent with an ETag that it keeps without quotes, so
-    the form that its own answers give never matches. A mark that is truly stale is refused
-    twice. Neither refusal proves that nothing was put, where a proxy sends requests again:
-    the caller has to read back.
-    """
-    try:
-        return send(mode)
-    except ConflictError:
-        if not isinstance(mode, IfMatch) or not mode.etag.startswith('"'):
-            raise
-        return send(IfMatch(mode.etag.strip('"')))
-
-
-class Publication:
-    """What became of an upload whose completion was not answered, or was refused when repeated.
-
-    A repeated completion that finds no upload (404) may mean that the first one took effect, or
-    that somebody aborted the upload. Which, the object tells: one of the upload's size and
-    number of parts, stored since it began, is the upload's. Data objects have names that nobody
-    else puts; the times keep a file that was to be replaced from being taken for the new one.
-    """
-
-    def __init__(self, now: Callable[[], datetime] = lambda: datetime.now(timezone.utc)) -> None:
-        self._since = now() - _MOST_SKEW
-
-    def settle(
-        self,
-        error: CheckpointError,
-        head: Callable[[], ObjectInfo],
-        num_bytes: int,
-        num_parts: int,
-    ) -> str | None:
-        """Return the object's ETag if it is there; else raise what the completion raised."""
-        if not isinstance(error, NotFoundError) and not getattr(error, "retryable", False):
-            raise error
-        try:
-            found = head()
-        except CheckpointError:
-            raise error from None
-        parts = _NUM_PARTS.search(found.etag or "")
-        if (
-            found.size_bytes != num_bytes
-            or (parts is not None and int(parts[1]) != num_parts)
-            or (found.modified is not None and found.modified < self._since)
-        ):
-            raise error
-        return found.etag
-
-
-def deletes_failed(cause: CheckpointError, num_left: int, num_keys: int) -> StoreError:
-    """Say how many deletes failed; what `cause` says of retries holds for all."""
-    message = f"up to {num_left} of {num_keys} deletes failed, first: {cause.message}"
-    if not isinstance(cause, StoreError):
-        return StoreError(message)
-    return cause.said_as(message)

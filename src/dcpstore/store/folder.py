@@ -89,13 +89,9 @@ def _open_obstore(location: Location, options: dict[str, Any], policy: RetryPoli
 
 
 def _open_fsspec(location: Location, options: dict[str, Any], policy: RetryPolicy) -> Store:
-    if location.scheme == "s3":
-        from dcpstore.store.s3fs_engine import S3fsStore
+    from dcpstore.store.fsspec_engine import open_fsspec
 
-        return S3fsStore(location, options, part_policy=policy)
-    from dcpstore.store.fsspec_engine import FsspecStore
-
-    return FsspecStore(location, options, part_policy=policy)
+    return open_fsspec(location, options, policy)
 
 
 class Folder:

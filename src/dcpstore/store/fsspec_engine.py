@@ -2,48 +2,91 @@
 
 S3 has an engine of its own over s3fs, `dcpstore.store.s3fs_engine`. Requests of filesystems that
 work on an event loop (Google's, Azure's, HTTP's) have time-outs of ours; others have their own.
+
+How each kind of filesystem publishes an object whole or not at all:
+
+=========  ================================  ===========================================
+kind       put                               put_parts
+=========  ================================  ===========================================
+local      temporary file, then rename, or   the same temporary file, part by part
+           link for create
+memory     one assignment under a lock       collected, then one assignment
+Google     one request under a precondition  a resumable upload
+others     ``pipe_file``                     ``open(autocommit=False)``, then ``commit``
+=========  ================================  ===========================================
+
+gcsfs's own ``pipe_file`` can create but not compare, and tells no generation; its
+file object can do neither. One multipart/related request does all three. Its file object also
+loses an upload with one lost connection, so objects of many parts are sent here: a resumable
+upload tells how far it came, and goes on from there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
 
-from dcpstore.errors import NotFoundError, StoreError
-from dcpstore.store.base import Capabilities, CopyMode, Fetched, ObjectInfo, Origin
-from dcpstore.store.error_map import Asked, check_length, deletes_failed
-from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, run_within
-from dcpstore.store.fsspec_writers import TEMPORARY, info_of, writer_for
-from dcpstore.store.gcsfs_writer import rewrite
-from dcpstore.store.limits import StoreLimits, as_bytes_view, check_key, checked_parts, limits_of
-from dcpstore.store.retry import RetryPolicy, TimeLimit, copy_with_retries
+from typing_extensions import Buffer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dcpstore.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
+from dcpstore.store.base import (
+    Capabilities,
+    CopyMode,
+    CopySource,
+    Fetched,
+    IfMatch,
+    ObjectInfo,
+    PutMode,
+)
+from dcpstore.store.engine import Engine, deletes_failed
+from dcpstore.store.error_map import Asked, from_fsspec
+from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, run_within, sync_within
+from dcpstore.store.limits import Part, StoreLimits, as_bytes_view, checked_parts, limits_of
+from dcpstore.store.location import Location
+from dcpstore.store.retry import (
+    Deadline,
+    RetryPolicy,
+    TimeLimit,
+    call_with_retries,
+    copy_with_retries,
+)
+from dcpstore.store.s3fs_engine import S3fsStore
 
-    from typing_extensions import Buffer
-
-    from dcpstore.store.base import PutMode
-    from dcpstore.store.limits import Part
-    from dcpstore.store.location import Location
-
-
-_T = TypeVar("_T")
 _DELETE_THREADS = 8
+TEMPORARY = ".dcpstore-tmp-"
+_ETAG_NAMES = ("generation", "ETag", "etag", "e_tag", "version_id", "mtime", "modified", "created")
+_MODIFIED_NAMES = ("LastModified", "updated", "last_modified", "mtime", "modified", "created")
+# fsspec's memory filesystem is one per process, so its conditional puts need one lock
+# per process to be decided in one step.
+_MEMORY_LOCK = threading.Lock()
+_BLOCK = 2**18  # a resumable upload takes multiples of this
+_INCOMPLETE = 308
+_LONG_BYTES = 1 << 40  # of a copy that Google makes: the longest time-out
 
 
-class FsspecStore:
-    """A `Store` on any fsspec filesystem.
+def open_fsspec(
+    location: Location, options: Mapping[str, Any], policy: RetryPolicy
+) -> FsspecStore | S3fsStore:
+    """Open the engine over fsspec for a location."""
+    kind = S3fsStore if location.scheme == "s3" else FsspecStore
+    return kind(location, options, part_policy=policy)
 
-    Picklable by its configuration. In a forked child it opens a filesystem of its own.
 
-    Args:
-        location: The root.
-        storage_options: The filesystem's own options.
-        part_policy: How long a request may take, and how long to keep trying to send a part, and
-            to `copy_from`.
-        limits: The most that the store takes; None for what is known of the scheme.
+class FsspecStore(Engine):
+    """A `Store` on any fsspec filesystem; arguments are those of `Engine`.
+
+    In a forked child it opens a filesystem of its own.
 
     Raises:
         ConfigError: If the filesystem's package is missing or an option is unknown.
@@ -57,36 +100,19 @@ class FsspecStore:
         part_policy: RetryPolicy | None = None,
         limits: StoreLimits | None = None,
     ) -> None:
-        self._location = location
-        self._part_policy = part_policy or RetryPolicy()
-        self._time = TimeLimit(self._part_policy)
-        self._options = dict(storage_options or {})
+        if limits is None:  # what is sent one behind another has no number of parts
+            limits = replace(limits_of(location.scheme), max_parts=None)
+        super().__init__(location, storage_options, part_policy=part_policy, limits=limits)
         self._clients = FsspecClients(location, self._options)
         self._writer = writer_for(location.scheme, self._part_policy)
         root = "/".join(part for part in (location.bucket, location.prefix) if part)
         self._root = root.rstrip("/") + "/" if root else ""
-        self._given_limits = limits
-        if limits is None:  # what is sent one behind another has no number of parts
-            limits = replace(limits_of(location.scheme), max_parts=None)
-        prefix = location.prefix.rstrip("/")
-        self._limits = limits.below(f"{prefix}/" if prefix else "")
         self._capabilities = replace(self._writer.capabilities, limits=self._limits)
-
-    @property
-    def url(self) -> str:
-        """The root, without secrets."""
-        return self._location.url
 
     @property
     def capabilities(self) -> Capabilities:
         """What this store promises."""
         return self._capabilities
-
-    def within(self, most_s: float) -> FsspecStore:
-        """Return the same store for one request, which fails when so many seconds are over."""
-        view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__, _time=self._time.within(most_s))
-        return view
 
     def get(self, key: str) -> Fetched:
         """Fetch a whole object. The mark is asked for first, so it is never too new."""
@@ -100,20 +126,12 @@ class FsspecStore:
 
         return ask_fsspec(Asked("get", key, self.url), call)
 
-    def get_range(self, key: str, start: int, end: int) -> memoryview:
-        """Fetch bytes ``[start, end)``."""
-        if end <= start:
-            return memoryview(b"")
-        path = self._path(key)
-        asked = Asked(f"get [{start}, {end}) of", key, self.url)
-
+    def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
         def call() -> memoryview:
             fs, most_s = self._clients.get(), self._time.reading_s()
             return _view(run_within(most_s, fs, "cat_file", path, start=start, end=end))
 
-        return check_length(
-            asked, start, end, lambda: ask_fsspec(asked, call), lambda: self.head(key)
-        )
+        return ask_fsspec(asked, call)
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
@@ -154,24 +172,10 @@ class FsspecStore:
             upload.abort()
             raise
 
-    @property
-    def origin(self) -> Origin:
-        """Where the objects lie, for a provider's own copies."""
-        return Origin(self._location, self._options)
-
-    def copy_from(
-        self,
-        origin: Origin,
-        source_key: str,
-        key: str,
-        *,
-        size_bytes: int,
-        mode: CopyMode = "overwrite",
-    ) -> None:
+    def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let Google copy an object, however large; nobody else is asked to."""
-        del size_bytes
         asked = Asked("copy to", key, self.url).under(mode)
-        paths = f"{origin.location.bucket}/{origin.path(source_key)}", self._path(key)
+        paths = f"{source.bucket}/{source.path}", self._path(key)
 
         def call() -> None:
             ask_fsspec(asked, lambda: rewrite(self._clients.get(), *paths, mode, self._part_policy))
@@ -227,16 +231,6 @@ class FsspecStore:
             return error
         return None
 
-    def _path(self, key: str) -> str:
-        self._limits.check_key(key)
-        return self._root + check_key(key)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._location, self._options, self._part_policy, self._given_limits)
-
 
 def _view(data: Any) -> memoryview:
     if isinstance(data, BaseException):
@@ -244,10 +238,449 @@ def _view(data: Any) -> memoryview:
     return memoryview(data).toreadonly()
 
 
-def _rebuild(
-    location: Location,
-    options: dict[str, Any],
-    part_policy: RetryPolicy,
-    limits: StoreLimits | None,
-) -> FsspecStore:
-    return FsspecStore(location, options, part_policy=part_policy, limits=limits)
+class Upload(Protocol):
+    """One object on its way. One thread drives it."""
+
+    def write(self, part: memoryview) -> None:
+        """Send one part; it may be refilled when this returns."""
+
+    def finish(self) -> str | None:
+        """Publish the object and return its mark."""
+
+    def abort(self) -> None:
+        """Publish nothing; never raises."""
+
+
+class Writer(Protocol):
+    """A filesystem's way to publish."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this way can promise."""
+
+    def put(
+        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
+    ) -> str | None:
+        """Publish one object; foreign errors come as they are."""
+
+    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
+        """Begin an object of many parts; no request is made before the first write."""
+
+
+def writer_for(scheme: str, policy: RetryPolicy) -> Writer:
+    """Return the way to publish on a scheme's filesystem.
+
+    Args:
+        scheme: Of the URL.
+        policy: How long to keep trying to send a part.
+    """
+    if scheme == "file":
+        return _LocalWriter()
+    if scheme == "memory":
+        return _MemoryWriter()
+    if scheme == "gs":
+        return _GcsWriter(policy)
+    return _StreamWriter()
+
+
+def info_of(key: str, info: Mapping[str, Any]) -> ObjectInfo:
+    """Read fsspec's description of an object."""
+    mark = next((info[name] for name in _ETAG_NAMES if info.get(name)), None)
+    when = next((info[name] for name in _MODIFIED_NAMES if info.get(name)), None)
+    if isinstance(mark, datetime | float):  # memory's find and info differ in its type
+        mark = _as_time(mark)
+    etag = None if mark is None else str(mark)
+    if "ino" in info:  # a local file: its time alone may be too coarse
+        etag = f"{info['ino']:x}-{info.get('mtime', 0)}-{info['size']:x}"
+    return ObjectInfo(key, int(info.get("size") or 0), etag, _as_time(when))
+
+
+def _as_time(when: Any) -> datetime | None:
+    if isinstance(when, int | float):
+        return datetime.fromtimestamp(when, timezone.utc)
+    if isinstance(when, str):
+        try:
+            when = datetime.fromisoformat(when.replace("Z", "+00:00"))
+        except ValueError:
+            return None
+    if isinstance(when, datetime):
+        return when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc)
+    return None
+
+
+def _mark_at(fs: Any, path: str) -> str | None:
+    return info_of(path, fs.info(path)).etag
+
+
+def _compare(fs: Any, path: str, mode: IfMatch) -> None:
+    try:
+        found = _mark_at(fs, path)
+    except FileNotFoundError as error:
+        raise ConflictError(f"put {path!r}: the object is gone") from error
+    if found != mode.etag:
+        raise ConflictError(f"put {path!r}: its ETag is {found}, not {mode.etag}")
+
+
+class _LocalWriter:
+    """Temporary file beside the target, then one rename or link."""
+
+    capabilities = Capabilities(
+        atomic_create=True, compare_and_swap=False, parallel_parts=False, acknowledges_puts=True
+    )
+
+    def put(
+        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
+    ) -> str | None:
+        del time  # nothing here can be given up in the middle
+        upload = _LocalUpload(lambda: fs, path)
+        try:
+            upload.write(body)
+            if isinstance(mode, IfMatch):
+                _compare(fs, path, mode)
+            return upload.finish(is_new=mode == "create")
+        finally:
+            upload.abort()
+
+    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
+        del part_bytes
+        return _LocalUpload(get_fs, path)
+
+
+class _LocalUpload:
+    def __init__(self, get_fs: Callable[[], Any], path: str) -> None:
+        self._get_fs = get_fs
+        self._target = Path(path)
+        self._temporary = self._target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+        self._file: Any = None
+
+    def write(self, part: memoryview) -> None:
+        if self._file is None:
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary.open("xb")
+        self._file.write(part)
+
+    def finish(self, *, is_new: bool = False) -> str | None:
+        if self._file is None:
+            self.write(memoryview(b""))
+        self._file.close()
+        if is_new:
+            os.link(self._temporary, self._target)
+            self._temporary.unlink()
+        else:
+            self._temporary.replace(self._target)
+        return _mark_at(self._get_fs(), str(self._target))
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            with contextlib.suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+
+
+class _MemoryWriter:
+    """fsspec's memory filesystem; conditional puts are decided under one lock."""
+
+    capabilities = Capabilities(
+        atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
+    )
+
+    def put(
+        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit | None = None
+    ) -> str | None:
+        del time
+        with _MEMORY_LOCK:
+            if mode == "create" and fs.isfile(path):
+                raise AlreadyExistsError(f"put {path!r}: the object exists already")
+            if isinstance(mode, IfMatch):
+                _compare(fs, path, mode)
+            fs.pipe_file(path, body)
+            return _mark_at(fs, path)
+
+    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
+        del part_bytes
+        return _CollectedUpload(self, get_fs, path)
+
+
+class _CollectedUpload:
+    def __init__(self, writer: _MemoryWriter, get_fs: Callable[[], Any], path: str) -> None:
+        self._writer = writer
+        self._get_fs = get_fs
+        self._path = path
+        self._bytes = bytearray()
+
+    def write(self, part: memoryview) -> None:
+        self._bytes += part
+
+    def finish(self) -> str | None:
+        body = memoryview(self._bytes)
+        return self._writer.put(self._get_fs(), self._path, body, "overwrite")
+
+    def abort(self) -> None:
+        self._bytes = bytearray()
+
+
+class _StreamWriter:
+    """Any other filesystem: looks first where the caller sets a condition."""
+
+    capabilities = Capabilities(
+        atomic_create=False, compare_and_swap=False, parallel_parts=False, acknowledges_puts=False
+    )
+
+    def put(
+        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
+    ) -> str | None:
+        if mode == "create" and run_within(time.seconds(), fs, "exists", path):
+            raise AlreadyExistsError(f"put {path!r}: the object exists already")
+        if isinstance(mode, IfMatch):
+            _compare(fs, path, mode)
+        run_within(time.seconds(body.nbytes), fs, "pipe_file", path, bytes(body))
+        return None
+
+    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
+        return _StreamUpload(get_fs, path, part_bytes)
+
+
+class _StreamUpload:
+    """A file object that publishes when told to, not when closed."""
+
+    def __init__(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> None:
+        self._get_fs = get_fs
+        self._path = path
+        self._part_bytes = part_bytes
+        self._file: Any = None
+
+    def write(self, part: memoryview) -> None:
+        if self._file is None:
+            self._file = self._get_fs().open(
+                self._path, "wb", block_size=self._part_bytes, autocommit=False
+            )
+        self._file.write(part)
+
+    def finish(self) -> str | None:
+        if self._file is None:
+            self.write(memoryview(b""))
+        self._file.close()
+        self._file.commit()
+        return None
+
+    def abort(self) -> None:
+        if self._file is None:
+            return
+        with contextlib.suppress(Exception):
+            self._file.discard()
+        # Closing would flush, and on some filesystems a flush at the end publishes.
+        with contextlib.suppress(Exception):
+            self._file.closed = True
+
+
+class _GcsWriter:
+    """Google through gcsfs.
+
+    Args:
+        policy: How long to keep trying to send a part of a resumable upload.
+    """
+
+    capabilities = Capabilities(
+        atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
+    )
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+
+    def put(
+        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
+    ) -> str | None:
+        """Publish one object in one request."""
+        bucket, _, key = path.partition("/")
+        boundary = uuid.uuid4().hex
+        conditions: dict[str, str] = {}
+        if isinstance(mode, IfMatch):
+            conditions["ifGenerationMatch"] = mode.etag
+        elif mode == "create":
+            conditions["ifGenerationMatch"] = "0"
+        _, _, contents = _request_once(
+            time.seconds(body.nbytes),
+            fs,
+            "POST",
+            f"{fs._location}/upload/storage/v1/b/{bucket}/o",  # noqa: SLF001 - as its own uploads do
+            uploadType="multipart",
+            headers={"Content-Type": f'multipart/related; boundary="{boundary}"'},
+            data=_related(boundary, key, body),
+            **conditions,
+        )
+        generation = json.loads(contents).get("generation")
+        return str(generation) if generation else None
+
+    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
+        """Begin a resumable upload."""
+        del part_bytes
+        return _GcsUpload(get_fs, path, self._policy)
+
+
+class _GcsUpload:
+    """A resumable upload: its object appears with the last chunk, or never.
+
+    1. POST begins a session
+    2. POST of ``bytes a-b/*`` per chunk, of whole blocks; 308 tells how far Google has them
+    3. POST of ``bytes a-b/total`` ends it; the answer is the object
+
+    After a lost answer, PUT of ``bytes */*`` asks how far Google has got, and the chunk goes on
+    from there.
+    """
+
+    def __init__(self, get_fs: Callable[[], Any], path: str, policy: RetryPolicy) -> None:
+        self._get_fs = get_fs
+        self._bucket, _, self._key = path.partition("/")
+        self._policy = policy
+        self._session: str | None = None
+        self._stored_bytes = 0
+        self._tail = b""
+
+    def write(self, part: memoryview) -> None:
+        num_bytes = len(self._tail) + part.nbytes
+        rest_bytes = num_bytes % _BLOCK
+        if rest_bytes == num_bytes:
+            self._tail += part
+            return
+        cut = part.nbytes - rest_bytes
+        body = b"".join((self._tail, part[:cut]))
+        self._tail = bytes(part[cut:])
+        self._send(body, "*")
+
+    def finish(self) -> str | None:
+        body, self._tail = self._tail, b""
+        contents = self._send(body, str(self._stored_bytes + len(body)))
+        generation = json.loads(contents).get("generation")
+        return str(generation) if generation else None
+
+    def abort(self) -> None:
+        # A session that is not cancelled is never seen by anybody and goes by itself after a
+        # week, so one try is enough.
+        if self._session is not None:
+            with contextlib.suppress(Exception):
+                _request_once(self._policy.timeout_s(), self._get_fs(), "DELETE", self._session)
+
+    def _send(self, body: bytes, total: str) -> bytes:
+        """Send what Google has not got yet, until it has all; return what it says in the end."""
+        session = self._session or self._begin()
+        self._session = session
+        begin, end = self._stored_bytes, self._stored_bytes + len(body)
+        deadline = Deadline(self._policy.total_deadline_s)
+        is_unanswered = False
+
+        def once() -> bytes:
+            nonlocal is_unanswered
+            said = b""
+            if is_unanswered:
+                said = self._ask("PUT", session, deadline, "*/*", b"")
+            while not said and (total != "*" or self._stored_bytes < end):
+                first, rest = self._stored_bytes, body[self._stored_bytes - begin :]
+                span = f"{first}-{end - 1}" if rest else "*"
+                is_unanswered = True
+                said = self._ask("POST", session, deadline, f"{span}/{total}", rest)
+                is_unanswered = False
+                if not (said or self._stored_bytes > first):
+                    raise self._failure("Google took nothing of it", retryable=True)
+            return said
+
+        return call_with_retries(once, self._policy, deadline=deadline)
+
+    def _begin(self) -> str:
+        fs, deadline = self._get_fs(), Deadline(self._policy.total_deadline_s)
+        path = f"{fs._location}/upload/storage/v1/b/{quote(self._bucket)}/o"  # noqa: SLF001 - as above
+        more = {
+            "uploadType": "resumable",
+            "json": {"name": self._key},
+            "headers": {"X-Upload-Content-Type": "application/octet-stream"},
+        }
+        answer = call_with_retries(
+            lambda: self._request("POST", path, deadline, 0, more), self._policy, deadline=deadline
+        )
+        return str(answer[1]["Location"])
+
+    def _ask(self, method: str, session: str, deadline: Deadline, span: str, body: bytes) -> bytes:
+        """Send bytes or a question; note how far Google is; return what it says at the end."""
+        sent = {
+            "Content-Range": f"bytes {span}",
+            "Content-Length": str(len(body)),
+            "Content-Type": "application/octet-stream",
+        }
+        more = {"headers": sent, "data": io.BytesIO(body)}
+        status, headers, contents = self._request(method, session, deadline, len(body), more)
+        if status != _INCOMPLETE:
+            return contents
+        stored_bytes = int(headers["Range"].rpartition("-")[2]) + 1 if "Range" in headers else 0
+        if stored_bytes < self._stored_bytes:
+            raise self._failure(f"only {stored_bytes} bytes of it are left", retryable=False)
+        self._stored_bytes = stored_bytes
+        return b""
+
+    def _request(
+        self, method: str, path: str, deadline: Deadline, num_bytes: int, more: dict[str, Any]
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        time = TimeLimit(self._policy).within(deadline.left_s())
+        try:
+            return _request_once(time.seconds(num_bytes), self._get_fs(), method, path, **more)
+        except Exception as error:
+            raise from_fsspec(
+                Asked("put_parts", self._key, f"gs://{self._bucket}"), error
+            ) from error
+
+    def _failure(self, what: str, *, retryable: bool) -> StoreError:
+        place = f"{self._key!r} in gs://{self._bucket}"
+        return StoreError(f"put_parts {place} failed: {what}", key=self._key, retryable=retryable)
+
+
+def rewrite(fs: Any, source_path: str, path: str, mode: PutMode, policy: RetryPolicy) -> None:
+    """Copy an object by Google's servers; each call goes on where the one before stopped.
+
+    Args:
+        fs: gcsfs's filesystem.
+        source_path: Bucket and key.
+        path: Bucket and key of the copy, which appears when it is whole.
+        mode: ``"create"`` refuses to replace.
+        policy: How long one of its calls may take.
+    """
+    (source_bucket, _, source_key), (bucket, _, key) = (
+        source_path.partition("/"),
+        path.partition("/"),
+    )
+    more = {"ifGenerationMatch": "0"} if mode == "create" else {}
+    answer: dict[str, Any] = {"done": False}
+    while not answer["done"]:
+        _, _, contents = _request_once(
+            policy.timeout_s(_LONG_BYTES),
+            fs,
+            "POST",
+            "b/{}/o/{}/rewriteTo/b/{}/o/{}",
+            *(source_bucket, source_key, bucket, key),
+            headers={"Content-Type": "application/json"},
+            **more,
+        )
+        answer = json.loads(contents)
+        more["rewriteToken"] = answer.get("rewriteToken", "")
+
+
+def _request_once(
+    most_s: float, fs: Any, method: str, path: str, *arguments: str, **more: Any
+) -> tuple[int, Mapping[str, str], bytes]:
+    """Send one request without gcsfs's own repetitions; return status, headers and contents.
+
+    It would repeat a conditional put whose answer was lost, and then report as a
+    conflict what was its own success.
+    """
+    request = type(fs)._request  # noqa: SLF001 - the only way past its retries
+    once = getattr(request, "__wrapped__", request)
+    status, headers, _, contents = sync_within(
+        most_s, fs, once, fs, method, path, *arguments, **more
+    )
+    return status, headers, contents
+
+
+def _related(boundary: str, key: str, body: memoryview) -> io.BytesIO:
+    head = (
+        f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"
+        f"{json.dumps({'name': key})}\r\n"
+        f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
+    )
+    return io.BytesIO(b"".join((head.encode(), body, f"\r\n--{boundary}--".encode())))

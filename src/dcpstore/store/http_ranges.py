@@ -1,19 +1,16 @@
-"""Ranged GETs over plain HTTP whose bodies the kernel copies straight into their place.
+"""Ranges that need not pass through memory of obstore's: the kernel copies them into their place.
 
 An engine gathers a body in memory of its own and hands it out, and then it is copied again.
-Here it is received where it belongs, which takes 0.6 of the CPU seconds and no memory
-(`python -m benchmarks --only load-fast --systems ours ours-tls`). Only over plain
-HTTP: of TLS, Python receives 16 KiB at a time, which costs more than it saves.
+Here it is received where it belongs:
 
-This is a short cut, not an engine. Where the answer is not just what was asked for, `fetch`
+* Objects of a local folder are files (`FileRanges`).
+* Objects behind an S3 endpoint that speaks plain HTTP are fetched by signed URLs (`HttpRanges`),
+  which takes 0.6 of the CPU seconds and no memory
+  (`python -m benchmarks --only load-fast --systems ours ours-tls`). Only over plain HTTP: of TLS,
+  Python receives 16 KiB at a time, which costs more than it saves.
+
+These are short cuts, not engines. Where the answer is not just what was asked for, `fetch`
 returns False, and the engine asks in its own way and knows what its errors mean.
-
-Which of obstore's ranges need not pass through memory of obstore's, and how they are got.
-
-Objects of a local folder are files: the kernel copies a range of one straight into its place.
-Objects behind an S3 endpoint that speaks plain HTTP are fetched by signed URLs
-(`dcpstore.store.http_ranges`). Everything else, and whatever a short cut does not understand,
-goes the engine's own way.
 """
 
 from __future__ import annotations
@@ -30,56 +27,124 @@ from datetime import timedelta
 from io import FileIO
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import obstore
+from typing_extensions import Buffer
 
+from dcpstore.store.base import Destination
 from dcpstore.store.error_map import Asked, from_throttle, from_transport, scrubbed
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-    from dcpstore.store.base import Destination
-    from dcpstore.store.error_map import Asked
-    from dcpstore.store.location import Location
-    from dcpstore.store.options import ObstoreSettings
-
+from dcpstore.store.location import Location
+from dcpstore.store.options import ObstoreSettings
 
 _THROTTLED = frozenset({429, 503})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
 _MOST_REASON_BYTES = 1 << 16
 _MOST_IDLE = 64
 _LEAST_S = 0.05
+_SIGNED_FOR = timedelta(minutes=15)
+_MOST_DETOURS = 3
+# With these, a signed URL and nothing else is a complete request.
+_KNOWN_CONFIG = frozenset(
+    {"access_key_id", "secret_access_key", "session_token", "endpoint", "aws_endpoint_url_s3"}
+    | {"region", "unsigned_payload", "skip_signature"}
+    | {"server_side_encryption", "sse_kms_key_id", "sse_bucket_key_enabled"}  # only of puts
+)
+_KNOWN_CLIENT_OPTIONS = frozenset({"allow_http", "connect_timeout", "read_timeout"})
+
+
+def open_short_cut(
+    location: Location, settings: ObstoreSettings, pause_s: float
+) -> FileRanges | HttpRanges | None:
+    """Return the short cut for a location; None if there is none.
+
+    Args:
+        location: The root.
+        settings: Translated options.
+        pause_s: How long a server may be silent.
+    """
+    if location.scheme == "file":
+        return FileRanges()
+    if location.scheme == "s3" and _is_plain_http(settings):
+        return HttpRanges(settings.client_options, pause_s)
+    return None
+
+
+class FileRanges:
+    """Ranges of local files; arguments and answers of `fetch` are those of `HttpRanges`."""
+
+    def fetch(
+        self,
+        client: Any,
+        path: str,
+        asked: Asked,
+        start: int,
+        destination: Destination,
+        most_s: float,
+    ) -> bool:
+        """Read a range of a file into its destination."""
+        del client, asked, most_s
+        try:
+            with Path(f"/{path}").open("rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size < start + destination.num_bytes:
+                    return False
+                file.seek(start)
+                with destination.writing(lambda: None) as pieces:
+                    return all(_read_exactly(file, piece) for piece in pieces)
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _read_exactly(file: FileIO, piece: memoryview) -> bool:
+    at = 0
+    while at < len(piece):
+        count = file.readinto(piece[at:])
+        if not count:
+            return False
+        at += count
+    return True
 
 
 class HttpRanges:
     """Ranged GETs of signed URLs, over connections that are kept. Thread-safe.
 
     Args:
-        connect_timeout_s: For a connection to be made.
-        read_timeout_s: For the next bytes to come.
+        client_options: obstore's, of which the time-outs are read.
+        pause_s: How long a server may be silent, where the options do not say.
     """
 
-    def __init__(self, *, connect_timeout_s: float = 10.0, read_timeout_s: float = 20.0) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self._read_timeout_s = read_timeout_s
+    def __init__(self, client_options: Mapping[str, Any], pause_s: float) -> None:
+        given = {"connect_timeout": "10s", "read_timeout": f"{pause_s}s", **client_options}
+        self._connect_timeout_s = _seconds(given["connect_timeout"])
+        self._read_timeout_s = _seconds(given["read_timeout"])
+        self._num_detours = 0
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     def fetch(
-        self, url: str, asked: Asked, start: int, destination: Destination, timeout_s: float
+        self,
+        client: Any,
+        path: str,
+        asked: Asked,
+        start: int,
+        destination: Destination,
+        most_s: float,
     ) -> bool:
         """Receive a range of an object into its destination.
 
         Args:
-            url: Signed, so that it needs no further header. It is a secret.
+            client: obstore's, which signs the URL.
+            path: Of the object, as obstore takes it.
             asked: What is fetched, for messages.
             start: First byte of the range in the object.
             destination: Where it goes; its size tells the range's.
-            timeout_s: For the answer as a whole.
+            most_s: For the answer as a whole.
 
         Returns:
             False if something else than the range came; nothing was written then.
@@ -88,8 +153,17 @@ class HttpRanges:
             StoreError: (retryable) If no answer came, it broke off, or the store throttles.
             Revoked: If the destination was taken back.
         """
+        if self._num_detours >= _MOST_DETOURS:  # a server that refuses signed URLs
+            return False
+        url = obstore.sign(client, "GET", path, _SIGNED_FOR)
+        was_range = self._fetch(url, asked, start, destination, monotonic() + most_s)
+        self._num_detours = 0 if was_range else self._num_detours + 1
+        return was_range
+
+    def _fetch(
+        self, url: str, asked: Asked, start: int, destination: Destination, until_s: float
+    ) -> bool:
         destination.check()
-        until_s = monotonic() + timeout_s
         parts = urlsplit(url)
         span = (start, start + destination.num_bytes)
         failure: Exception | None = None
@@ -99,7 +173,7 @@ class HttpRanges:
             with connection.closed_on_error(response):
                 is_range = _is_range(response, *span)
                 if is_range:
-                    self._receive(connection, response, destination)
+                    connection.receive(response, destination)
                 else:
                     connection.skip(response)
         except (OSError, http.client.HTTPException) as error:
@@ -156,18 +230,6 @@ class HttpRanges:
                     return
         connection.close()
 
-    def _receive(
-        self,
-        connection: _Connection,
-        response: http.client.HTTPResponse,
-        destination: Destination,
-    ) -> None:
-        with destination.writing(connection.interrupt) as pieces:
-            for piece in pieces:
-                count = response.readinto(piece)
-                if count < len(piece):
-                    raise http.client.IncompleteRead(b"", len(piece) - count)
-
 
 class _Socket(socket.socket):
     """Has an end besides a time-out, which a server that sends a byte now and then never meets."""
@@ -208,6 +270,14 @@ class _Connection(http.client.HTTPConnection):
             with contextlib.suppress(OSError):
                 self._own.shutdown(socket.SHUT_RDWR)
 
+    def receive(self, response: http.client.HTTPResponse, destination: Destination) -> None:
+        """Receive a body into its destination."""
+        with destination.writing(self.interrupt) as pieces:
+            for piece in pieces:
+                count = response.readinto(piece)
+                if count < len(piece):
+                    raise http.client.IncompleteRead(b"", len(piece) - count)
+
     def skip(self, response: http.client.HTTPResponse) -> None:
         """Read a short body, so that the connection can be used again; break off a long one."""
         response.read(_MOST_REASON_BYTES)
@@ -239,118 +309,6 @@ def _is_range(response: http.client.HTTPResponse, start: int, end: int) -> bool:
         and response.length == end - start
         and response.getheader("Content-Encoding") is None
     )
-
-
-_SIGNED_FOR = timedelta(minutes=15)
-_MOST_DETOURS = 3
-# With these, a signed URL and nothing else is a complete request.
-_KNOWN_CONFIG = frozenset(
-    {"access_key_id", "secret_access_key", "session_token", "endpoint", "aws_endpoint_url_s3"}
-    | {"region", "unsigned_payload", "skip_signature"}
-    | {"server_side_encryption", "sse_kms_key_id", "sse_bucket_key_enabled"}  # only of puts
-)
-_KNOWN_CLIENT_OPTIONS = frozenset({"allow_http", "connect_timeout", "read_timeout"})
-
-
-class ShortCut(Protocol):
-    """Gets ranges where obstore need not."""
-
-    def fetch(
-        self,
-        client: Any,
-        path: str,
-        asked: Asked,
-        start: int,
-        destination: Destination,
-        timeout_s: float,
-    ) -> bool:
-        """Receive a range into its destination; False if the engine has to do it instead."""
-
-    def close(self) -> None:
-        """Let go of connections."""
-
-
-def open_short_cut(
-    location: Location, settings: ObstoreSettings, pause_s: float
-) -> ShortCut | None:
-    """Return the short cut for a location; None if there is none.
-
-    Args:
-        location: The root.
-        settings: Translated options.
-        pause_s: How long a server may be silent.
-    """
-    if location.scheme == "file":
-        return _Files()
-    if location.scheme == "s3" and _is_plain_http(settings):
-        return _SignedUrls(settings.client_options, pause_s)
-    return None
-
-
-class _Files:
-    def fetch(
-        self,
-        client: Any,
-        path: str,
-        asked: Asked,
-        start: int,
-        destination: Destination,
-        timeout_s: float,
-    ) -> bool:
-        del client, asked, timeout_s
-        try:
-            with Path(f"/{path}").open("rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size < start + destination.num_bytes:
-                    return False
-                file.seek(start)
-                with destination.writing(lambda: None) as pieces:
-                    return all(_read_exactly(file, piece) for piece in pieces)
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        pass
-
-
-def _read_exactly(file: FileIO, piece: memoryview) -> bool:
-    at = 0
-    while at < len(piece):
-        count = file.readinto(piece[at:])
-        if not count:
-            return False
-        at += count
-    return True
-
-
-class _SignedUrls:
-    def __init__(self, client_options: Mapping[str, Any], pause_s: float) -> None:
-        given = {"connect_timeout": "10s", "read_timeout": f"{pause_s}s", **client_options}
-        self._ranges = HttpRanges(
-            connect_timeout_s=_seconds(given["connect_timeout"]),
-            read_timeout_s=_seconds(given["read_timeout"]),
-        )
-        self._num_detours = 0
-
-    def fetch(
-        self,
-        client: Any,
-        path: str,
-        asked: Asked,
-        start: int,
-        destination: Destination,
-        timeout_s: float,
-    ) -> bool:
-        if self._num_detours >= _MOST_DETOURS:  # a server that refuses signed URLs
-            return False
-        url = obstore.sign(client, "GET", path, _SIGNED_FOR)
-        if self._ranges.fetch(url, asked, start, destination, timeout_s):
-            self._num_detours = 0
-            return True
-        self._num_detours += 1
-        return False
-
-    def close(self) -> None:
-        self._ranges.close()
 
 
 def _is_plain_http(settings: ObstoreSettings) -> bool:

@@ -1,9 +1,8 @@
-"""obstore's store objects: made late, one per purpose and time-out, never across a fork.
-
-The Rust engine: S3, Google, Azure, local folders and memory, through obstore's own verbs.
+"""The Rust engine: S3, Google, Azure, local folders and memory, through obstore's own verbs.
 
 Calls release the GIL and block the calling thread. Bodies of puts are sent from the
-caller's memory without a copy; answers are Rust memory seen through a memoryview.
+caller's memory without a copy; answers are Rust memory seen through a memoryview. obstore's store
+objects are made late, one per purpose and time-out, and never cross a fork.
 """
 
 from __future__ import annotations
@@ -28,45 +27,37 @@ from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreEr
 from dcpstore.store.base import (
     Capabilities,
     CopyMode,
+    CopySource,
+    Destination,
     Fetched,
     IfMatch,
     ObjectInfo,
-    Origin,
     PutMode,
 )
-from dcpstore.store.error_map import (
-    Asked,
+from dcpstore.store.engine import (
+    Engine,
     Publication,
-    check_length,
     compare_etag,
     deletes_failed,
-    from_obstore,
-    scrubbed,
-    was_completing,
     with_either_mark,
 )
+from dcpstore.store.error_map import Asked, from_obstore, scrubbed, was_completing
 from dcpstore.store.http_ranges import open_short_cut
 from dcpstore.store.limits import (
     Part,
     StoreLimits,
     as_bytes_view,
-    check_key,
     checked_pieces,
     joined,
-    limits_of,
     num_bytes_of,
 )
 from dcpstore.store.location import Location, redact
-from dcpstore.store.options import translate
-from dcpstore.store.retry import RetryPolicy, TimeLimit, call_with_retries
+from dcpstore.store.options import ObstoreSettings, translate
+from dcpstore.store.retry import RetryPolicy, call_with_retries
 
 if TYPE_CHECKING:
-    from dcpstore.store.base import Destination
     from dcpstore.store.fsspec_engine import FsspecStore
-    from dcpstore.store.location import Location
-    from dcpstore.store.options import ObstoreSettings
     from dcpstore.store.s3fs_engine import S3fsStore
-
 
 Purpose = Literal["read", "put", "parts"]
 _CONNECT_S = 10.0
@@ -216,7 +207,6 @@ def _retry_config(policy: RetryPolicy, timeout_s: float) -> dict[str, Any]:
     }
 
 
-OBSTORE_SCHEMES = frozenset({"s3", "gs", "az", "file", "memory"})
 _DELETE_BATCH = 1000
 _DRAIN_S = 60.0
 _MIB = 1 << 20
@@ -224,18 +214,11 @@ _LONG_READ_BYTES = 64 * _MIB
 _T = TypeVar("_T")
 
 
-class ObstoreStore:
-    """A `Store` on obstore.
+class ObstoreStore(Engine):
+    """A `Store` on obstore; arguments are those of `Engine`.
 
-    Picklable by its configuration; a copy opens its own connections. ``memory://`` is
-    private to the object: a pickled copy starts empty.
-
-    Args:
-        location: The root.
-        storage_options: fsspec-style options, see `dcpstore.store.options`.
-        part_policy: How long a request may take, and how long the engine keeps trying to send
-            a part of `put_parts`.
-        limits: The most that the store takes; None for what is known of the scheme.
+    A pickled copy opens its own connections. ``memory://`` is private to the object: a pickled
+    copy starts empty.
 
     Raises:
         NotHonoured: If an option has no meaning for obstore.
@@ -249,23 +232,11 @@ class ObstoreStore:
         part_policy: RetryPolicy | None = None,
         limits: StoreLimits | None = None,
     ) -> None:
-        self._location = location
-        self._options = dict(storage_options or {})
-        self._part_policy = part_policy or RetryPolicy()
-        self._time = TimeLimit(self._part_policy)
+        super().__init__(location, storage_options, part_policy=part_policy, limits=limits)
         settings = translate(location, self._options)
         self._clients = ObstoreClients(location, settings, self._part_policy)
         self._short_cut = open_short_cut(location, settings, self._part_policy.timeout_floor_s)
         self._copier: S3fsStore | FsspecStore | None = None
-        root = location.prefix.replace(os.sep, "/").strip("/")
-        self._root = f"{root}/" if root else ""
-        self._given_limits = limits
-        self._limits = (limits or limits_of(location.scheme)).below(self._root)
-
-    @property
-    def url(self) -> str:
-        """The root, without secrets."""
-        return self._location.url
 
     @property
     def capabilities(self) -> Capabilities:
@@ -280,12 +251,6 @@ class ObstoreStore:
             limits=self._limits,
         )
 
-    def within(self, most_s: float) -> ObstoreStore:
-        """Return the same store for one request, which fails when so many seconds are over."""
-        view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__, _time=self._time.within(most_s))
-        return view
-
     def get(self, key: str) -> Fetched:
         """Fetch a whole object. For a long one a second request is sent, with more time."""
         path = self._path(key)
@@ -299,17 +264,11 @@ class ObstoreStore:
 
         return _ask(Asked("get", key, self.url), call)
 
-    def get_range(self, key: str, start: int, end: int) -> memoryview:
-        """Fetch bytes ``[start, end)``."""
-        if end <= start:
-            return memoryview(b"")
-        path = self._path(key)
-        asked = Asked(f"get [{start}, {end}) of", key, self.url)
-
-        def call() -> memoryview:
-            return memoryview(obstore.get_range(self._client(), path, start=start, end=end))
-
-        return check_length(asked, start, end, lambda: _ask(asked, call), lambda: self.head(key))
+    def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
+        return _ask(
+            asked,
+            lambda: memoryview(obstore.get_range(self._client(), path, start=start, end=end)),
+        )
 
     def fill(self, key: str, start: int, destination: Destination) -> None:
         """Fetch a range straight into memory of the caller's."""
@@ -390,24 +349,13 @@ class ObstoreStore:
             )
         return self._mark(result)
 
-    @property
-    def origin(self) -> Origin:
-        """Where the objects lie, for a provider's own copies."""
-        return Origin(self._location, self._options)
-
-    def copy_from(
-        self,
-        origin: Origin,
-        source_key: str,
-        key: str,
-        *,
-        size_bytes: int,
-        mode: CopyMode = "overwrite",
-    ) -> None:
+    def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let the provider copy an object; the fsspec engine asks it."""
+        from dcpstore.store.fsspec_engine import open_fsspec
+
         if self._copier is None:
-            self._copier = _open_copier(self._location, self._options, self._part_policy)
-        self._copier.copy_from(origin, source_key, key, size_bytes=size_bytes, mode=mode)
+            self._copier = open_fsspec(self._location, self._options, self._part_policy)
+        self._copier.copy_from(source, key, mode)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""
@@ -465,10 +413,6 @@ class ObstoreStore:
         """Memory keeps the very buffers it is given, but they are the caller's to refill."""
         return memoryview(bytes(view)) if self._location.scheme == "memory" else view
 
-    def _path(self, key: str) -> str:
-        self._limits.check_key(key)
-        return self._root + check_key(key)
-
     def _mark(self, meta: Mapping[str, Any]) -> str | None:
         """Google's conditional puts compare generations, so there that is the mark."""
         name = "version" if self._location.scheme == "gs" else "e_tag"
@@ -483,12 +427,6 @@ class ObstoreStore:
     def _info(self, meta: Mapping[str, Any]) -> ObjectInfo:
         key = str(meta["path"]).removeprefix(self._root)
         return ObjectInfo(key, int(meta["size"]), self._mark(meta), meta["last_modified"])
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._location, self._options, self._part_policy, self._given_limits)
 
 
 class _Source:
@@ -560,24 +498,3 @@ def _ask(asked: Asked, call: Callable[[], _T]) -> _T:
         mapped, cause = from_obstore(asked, error), scrubbed(error)
     # Not where the error is handled, which would chain it as the context.
     raise mapped from cause
-
-
-def _open_copier(
-    location: Location, options: Mapping[str, Any], part_policy: RetryPolicy
-) -> S3fsStore | FsspecStore:
-    if location.scheme == "s3":
-        from dcpstore.store.s3fs_engine import S3fsStore
-
-        return S3fsStore(location, options, part_policy=part_policy)
-    from dcpstore.store.fsspec_engine import FsspecStore
-
-    return FsspecStore(location, options, part_policy=part_policy)
-
-
-def _rebuild(
-    location: Location,
-    options: dict[str, Any],
-    part_policy: RetryPolicy,
-    limits: StoreLimits | None,
-) -> ObstoreStore:
-    return ObstoreStore(location, options, part_policy=part_policy, limits=limits)

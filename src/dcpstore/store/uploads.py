@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.store.error_map import Asked, from_fsspec
-from dcpstore.store.fsspec_writers import TEMPORARY
+from dcpstore.store.fsspec_engine import TEMPORARY
 from dcpstore.store.location import parse_location
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 
@@ -168,10 +168,7 @@ class S3Uploads:
         self._store.close()
 
     def _call(self, asked: Asked, operation: str, **more: Any) -> dict[str, Any]:
-        return call_with_retries(
-            lambda: self._store._call(asked, operation, **more),  # noqa: SLF001 - one more verb of it
-            self._retry,
-        )
+        return call_with_retries(lambda: self._store.send(asked, operation, **more), self._retry)
 
 
 class LocalUploads:

@@ -36,7 +36,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -69,7 +69,7 @@ from dcpstore.format.manifest import DataObject, StoredItem
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import Checkpoint
 from dcpstore.report import Meter
-from dcpstore.store.base import ServerCopy, Store, server_copier
+from dcpstore.store.base import Store, server_copier
 from dcpstore.store.ranges import ByteRange, cut, join
 from dcpstore.write.commit import Proof, probe, sweep
 from dcpstore.write.job import Written
@@ -315,7 +315,7 @@ def _copy_by_server(transfer: Transfer, tasks: Sequence[CopyTask]) -> dict[str, 
 class _ServerCopies:
     """Objects being copied by the provider, until it refuses. `copy` is thread-safe."""
 
-    def __init__(self, transfer: Transfer, copy: ServerCopy) -> None:
+    def __init__(self, transfer: Transfer, copy: Callable[..., None]) -> None:
         self._transfer = transfer
         self._copy = copy
         self._refusal = threading.Lock()  # held for ever by whoever meets the first
