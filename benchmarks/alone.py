@@ -18,7 +18,7 @@ from itertools import product
 import numpy as np
 
 from dcpstore.errors import ConfigError
-from dcpstore.plan.columns import Ints
+from dcpstore.plan.wire import Ints
 
 __all__ = ["HeldChunk", "decide_locally", "replica_ranks"]
 

@@ -5,9 +5,9 @@
     python -m benchmarks.planning --shape hybrid         another job than plain FSDP
     python -m benchmarks.planning --balance              who writes how much, by three rules
 
-Plans are built as packed columns, one byte string per rank as it would arrive, without the
+Plans are built as packed columns, as each rank's would arrive, without the
 objects of DCP's plans (16 million of them at the largest size). The unit tests prove at
-small sizes that packing DCP's own objects gives the same bytes. Beside it, in the same run
+small sizes that packing DCP's own objects gives the same parts. Beside it, in the same run
 and for the same plans, torch's ``dedup_save_plans`` + ``create_default_global_save_plan`` +
 ``_validate_global_plan`` with the pickling of the plans that DCP sends.
 
@@ -33,28 +33,38 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from benchmarks.alone import HeldChunk, decide_locally, replica_ranks
-from dcpstore.plan.columns import (
+from dcpstore.plan.merge import merge_save_plans
+from dcpstore.plan.packed import GlobalSavePlan, properties_of
+from dcpstore.plan.wire import (
+    DIGEST_BYTES,
     Ints,
     KeyKind,
     KeyRow,
-    SaveColumns,
-    cut_rows,
-    key_parts,
-    pack_columns,
-)
-from dcpstore.plan.merge import merge_save_plans
-from dcpstore.plan.packed import GlobalSavePlan
-from dcpstore.plan.wire import (
-    DIGEST_BYTES,
     PackedPlan,
+    PartKind,
     PlanCache,
     PlanFlag,
+    SaveColumns,
     cache_key,
+    cut_rows,
+    decode_columns,
+    decode_rows,
+    key_parts,
+    pack_columns,
     parts_of,
     read_head,
 )
@@ -90,25 +100,18 @@ class Job:
         )
         for n in range(NUM_NORMS):
             name = f"layers.{n // 2}.norm{n % 2}.weight"
-            rows.append(self._tensor("model", name, (4096,), _F32, KeyKind.TENSOR))
+            rows.append(self._tensor("model", name, (4096,), _F32))
         for n in range(NUM_SCALARS):
             name = f"state.layers.{n}.step"
-            rows.append(self._tensor("optim", name, (), _F32, KeyKind.TENSOR))
+            rows.append(self._tensor("optim", name, (), _F32))
         rows.append(KeyRow("sched.config", KeyKind.VALUE, path=("sched", "config")))
         rows.append(self.row_of_own(rank))
         return rows
 
     def _tensor(
-        self,
-        part: str,
-        name: str,
-        size: tuple[int, ...],
-        dtype: tuple[str, int],
-        kind: KeyKind = KeyKind.SHARD,
+        self, part: str, name: str, size: tuple[int, ...], dtype: tuple[str, int]
     ) -> KeyRow:
-        if self.shape == "ddp":
-            kind = KeyKind.TENSOR
-        return KeyRow(f"{part}.{name}", kind, size, *dtype, path=(part, name))
+        return KeyRow(f"{part}.{name}", KeyKind.TENSOR, size, *dtype, path=(part, name))
 
     def columns(self, rank: int) -> SaveColumns:
         """Return what a rank plans."""
@@ -132,7 +135,6 @@ class Job:
             start=np.concatenate([*starts, np.zeros(rest)]).astype(np.int64),
             length=np.concatenate([*lengths, *ones]).astype(np.int64),
             row=None,
-            hint=None,
             box_item=NUM_SHARDED + np.arange(num_boxes),
             box_offsets=np.full((num_boxes, 1), columns * (rank % TENSOR_PARALLEL)),
             box_sizes=np.full((num_boxes, 1), columns),
@@ -162,29 +164,36 @@ def _chunk(sizes: Ints, num_parts: int, number: int) -> tuple[Ints, Ints]:
 
 def measure(job: Job) -> dict[str, float]:
     """Merge a job's plans in this process, from the bytes of its ranks to their decisions."""
-    arrived = [plan.to_bytes() for plan in job.packed()]
+    arrived = list(job.packed())
     before_bytes = _peak_bytes()
     began, cpu = time.perf_counter(), _cpu_seconds()
-    plan = merge_save_plans(arrived)
+    plans = [read_head(one.head).with_bodies(one.bodies) for one in arrived]
+    plan = merge_save_plans(plans)
     report: dict[str, float] = {
         "seconds": time.perf_counter() - began,
         "user_seconds": _cpu_seconds()[0] - cpu[0],
         "kernel_seconds": _cpu_seconds()[1] - cpu[1],
-        "up_bytes": sum(map(len, arrived)),
+        "up_bytes": sum(len(one.head) + sum(map(len, one.bodies)) for one in arrived),
         "down_bytes": sum(map(len, plan.decisions)),
         "before_bytes": before_bytes,
         "peak_bytes": _peak_bytes(),
-        "items": int(sum(read_head(one).num_items for one in arrived)),
+        "items": sum(one.num_items for one in arrived),
         "chunks": len(plan.chunks.key),
         "max_load": float(plan.load_bytes.max() / plan.load_bytes.mean()),
-        "plan_bytes": plan.num_bytes,
+        "plan_bytes": _bytes_of(plan),
     }
     return report | _measure_cache(arrived, plan)
 
 
-def _measure_cache(arrived: list[bytes], plan: GlobalSavePlan) -> dict[str, float]:
+def _bytes_of(plan: GlobalSavePlan) -> int:
+    """Memory that a plan takes, the table of keys left out."""
+    columns = (getattr(plan.chunks, field.name) for field in fields(plan.chunks))
+    num_bytes = sum(column.nbytes for column in columns) + plan.load_bytes.nbytes
+    return num_bytes + sum(map(len, plan.decisions))
+
+
+def _measure_cache(ranks: list[PackedPlan], plan: GlobalSavePlan) -> dict[str, float]:
     """The same exchange by parts, then again unchanged, then with one rank changed."""
-    ranks = [PackedPlan.from_bytes(one) for one in arrived]
     cache: PlanCache[GlobalSavePlan] = PlanCache()
     heads, digests = [one.head for one in ranks], [one.digest for one in ranks]
     request = cache.request(heads)
@@ -209,6 +218,38 @@ def _measure_cache(arrived: list[bytes], plan: GlobalSavePlan) -> dict[str, floa
     }
 
 
+def to_save_plan(plan: PackedPlan) -> SavePlan:
+    """Return the plan of DCP that was packed, or one that packs to the same bytes."""
+    rows = [row for run in plan.bodies_of(PartKind.KEYS) for row in decode_rows(run)]
+    (data,) = plan.bodies_of(PartKind.ROWS)
+    columns = decode_columns(data, plan.num_items)
+    numbers = range(plan.num_items) if columns.row is None else columns.row.tolist()
+    box_of = dict(zip(columns.box_item.tolist(), range(len(columns.box_item)), strict=True))
+    items = []
+    for at, (number, start, length) in enumerate(
+        zip(numbers, columns.start.tolist(), columns.length.tolist(), strict=True)
+    ):
+        row = rows[number]
+        if row.is_value:
+            size = BytesIOWriteData(length) if start else None
+            index = MetadataIndex(row.fqn)
+            items.append(WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=size))
+            continue
+        offsets, sizes = [start, *(0,) * (len(row.size) - 1)], [length, *row.size[1:]]
+        if at in box_of:
+            box, inner = box_of[at], len(row.size) - 1
+            offsets[1:] = columns.box_offsets[box, :inner].tolist()
+            sizes[1:] = columns.box_sizes[box, :inner].tolist()
+        num_dims = len(row.size)
+        chunk = ChunkStorageMetadata(torch.Size(offsets[:num_dims]), torch.Size(sizes[:num_dims]))
+        kind = WriteItemType.TENSOR if chunk.sizes == row.size else WriteItemType.SHARD
+        data = TensorWriteData(chunk, properties_of(row.properties), torch.Size(row.size))
+        items.append(WriteItem(MetadataIndex(row.fqn, chunk.offsets), kind, tensor_data=data))
+    has_paths = plan.has(PlanFlag.HAS_PATHS)
+    paths = {row.fqn: row.path for row in rows if row.path is not None}
+    return SavePlan(items, planner_data=paths if has_paths else None)
+
+
 def measure_torch(job: Job) -> dict[str, float]:
     """Do what DCP's coordinator does with the same plans, pickles included."""
     from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -217,9 +258,7 @@ def measure_torch(job: Job) -> dict[str, float]:
         create_default_global_save_plan,
     )
 
-    from dcpstore.plan.packed import unpack_save_plan
-
-    arrived = [pickle.dumps(unpack_save_plan(plan)) for plan in job.packed()]
+    arrived = [pickle.dumps(to_save_plan(plan)) for plan in job.packed()]
     began, cpu = time.perf_counter(), _cpu_seconds()
     plans = [pickle.loads(one) for one in arrived]
     unpickled = time.perf_counter()
@@ -251,8 +290,6 @@ def balance(mesh: tuple[int, int], replicated: list[tuple[bool, bool]], seed: in
     """
     from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 
-    from dcpstore.plan.packed import unpack_save_plan
-
     choice = np.random.default_rng(seed)
     num_ranks = mesh[0] * mesh[1]
     tensors = [
@@ -271,11 +308,11 @@ def balance(mesh: tuple[int, int], replicated: list[tuple[bool, bool]], seed: in
             start = (at[0] * parts[1] + at[1]) * length
             holders = replica_ranks(ranks, same, place)
             held.append(HeldChunk(f"t{number}", (start,), length, holders))
-            rows.append(KeyRow(f"t{number}", KeyKind.SHARD, (size,), _U8))
+            rows.append(KeyRow(f"t{number}", KeyKind.TENSOR, (size,), _U8))
         columns = SaveColumns(
             np.array([chunk.offsets[0] for chunk in held]),
             np.array([chunk.num_bytes for chunk in held]),
-            *(None, None, np.empty(0, np.int64)),
+            *(None, np.empty(0, np.int64)),
             *(np.empty((0, 0), np.int64),) * 2,
         )
         packed.append(pack_columns(columns, key_parts(rows)))
@@ -283,7 +320,7 @@ def balance(mesh: tuple[int, int], replicated: list[tuple[bool, bool]], seed: in
         alone[rank] = sum(c.num_bytes for c, mine in zip(held, writes, strict=True) if mine)
     torchs = [
         sum(map(_item_bytes, plan.items))
-        for plan in dedup_save_plans([unpack_save_plan(one) for one in packed])
+        for plan in dedup_save_plans([to_save_plan(one) for one in packed])
     ]
     merged = merge_save_plans(packed).load_bytes
     least = max(

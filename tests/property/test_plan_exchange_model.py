@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.planning import to_save_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcpstore.plan.merge import PlanError, merge_save_plans
 from dcpstore.plan.overlap import find_overlaps
-from dcpstore.plan.packed import apply_decision, pack_save_plan, to_metadata, unpack_save_plan
+from dcpstore.plan.packed import apply_decision, to_metadata, to_packed_plan
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -108,13 +109,20 @@ def content(metadata: Metadata) -> dict[str, Any]:
 @relaxed
 @given(jobs())
 def test_plans_come_back_from_their_bytes(plans: list[SavePlan]) -> None:
-    assert [unpack_save_plan(pack_save_plan(plan)) for plan in plans] == plans
+    for plan in plans:
+        packed = to_packed_plan(plan)
+        back = to_save_plan(packed)
+        assert back.planner_data == plan.planner_data
+        assert [(i.index, i.tensor_data) for i in back.items] == [
+            (i.index, i.tensor_data) for i in plan.items
+        ]
+        assert to_packed_plan(back) == packed
 
 
 @relaxed
 @given(jobs())
 def test_the_metadata_is_what_torch_makes_of_the_same_plans(plans: list[SavePlan]) -> None:
-    merged = merge_save_plans([pack_save_plan(plan) for plan in plans])
+    merged = merge_save_plans([to_packed_plan(plan) for plan in plans])
     _, expected = create_default_global_save_plan(dedup_save_plans(plans))
     metadata = to_metadata(merged)
     assert content(metadata) == content(expected)
@@ -126,7 +134,7 @@ def test_the_metadata_is_what_torch_makes_of_the_same_plans(plans: list[SavePlan
 @relaxed
 @given(jobs())
 def test_every_chunk_is_written_by_one_rank_that_planned_it(plans: list[SavePlan]) -> None:
-    merged = merge_save_plans([pack_save_plan(plan) for plan in plans])
+    merged = merge_save_plans([to_packed_plan(plan) for plan in plans])
     kept = [apply_decision(p, d) for p, d in zip(plans, merged.decisions, strict=True)]
     written = [item.index for plan in kept for item in plan.items]
     assert len(written) == len(set(written))
@@ -185,7 +193,7 @@ def test_what_torch_finds_wrong_is_refused_and_nothing_else(
     global_plans, metadata = create_default_global_save_plan(plans)
     problems = _validate_global_plan(global_plans, metadata)
     try:
-        merge_save_plans([pack_save_plan(plan) for plan in plans])
+        merge_save_plans([to_packed_plan(plan) for plan in plans])
     except PlanError as error:
         assert problems, error
     else:

@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcpstore.errors import CorruptError
-from dcpstore.plan.columns import Ints
 from dcpstore.plan.overlap import find_overlaps
+from dcpstore.plan.wire import Ints
 
 _MOST_NAMED = 10
 _MOST_SLABS = 8192  # looked into for the holes of one tensor, about 50 us each

@@ -1,17 +1,21 @@
-"""The distinct chunks of some keys, and who planned each.
+"""The coordinator's part: all ranks' packed plans become one checked global plan.
 
-Every (key, offsets) has an address (see `table`), so one sort brings the copies of a chunk
-together; of a sharded job they lie that way already.
+1. join the tables of keys            conflicting descriptions of a key end here
+2. lay out all items
+3. go through the items of a few keys at a time
+     check bounds
+     group the copies of each chunk   copies of different size, or two by one rank, end here
+     check that chunks do not overlap and leave no gap
+4. choose one writer per chunk        bytes balanced over ranks
+5. pack each rank's decision
 
-What is wrong with the plans of a save, by key, chunk and rank.
+Linear in the items but for one sort of nearly sorted numbers: every (key, offsets) has an address
+(see `dcpstore.plan.table`), so the sort brings the copies of a chunk together; of a sharded job
+they lie that way already. The checks are vectorised; only what fails is looked at one by one.
+Measured in ``docs/planning-at-scale.md``.
 
-What can be wrong with merged plans, and its story for people.
-
-The checks are vectorised; only what fails is looked at one by one.
-
-Who writes what several ranks hold: bytes balanced, the same answer for the same plans.
-
-The rule is "largest first, to the least loaded" (LPT; Graham 1969), within each set of
+Who writes what several ranks hold is the same answer for the same plans. The rule is "largest
+first, to the least loaded" (LPT; Graham 1969), within each set of
 ranks that holds the same chunks. Sets without a common rank do not interact, so they
 advance together, one chunk each per vectorised step::
 
@@ -23,22 +27,6 @@ advance together, one chunk each per vectorised step::
 Chunks of about the same cost (within a factor of two) are dealt out together, the largest
 first; of those, small sets go first: they have the least choice, and chunks that many
 ranks hold then fill what is left uneven.
-
-Which of its copies writes each chunk, with all ranks' loads in view.
-
-The coordinator's part: all ranks' packed plans become one checked global plan.
-
-1. join the tables of keys            conflicting descriptions of a key end here
-2. lay out all items
-3. go through the items of a few keys at a time
-     check bounds
-     group the copies of each chunk   copies of different size, or two by one rank, end here
-     check that chunks do not overlap and leave no gap
-4. choose one writer per chunk        bytes balanced over ranks
-5. pack each rank's decision
-
-Linear in the items but for one sort of nearly sorted numbers. Measured in
-``docs/planning-at-scale.md``.
 """
 
 from __future__ import annotations
@@ -52,11 +40,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from dcpstore.errors import ConfigError, IncompatibleError
-from dcpstore.plan.columns import Ints, KeyRow
 from dcpstore.plan.overlap import find_overlaps, stable_order
 from dcpstore.plan.packed import ChunkColumns, GlobalSavePlan, encode_decisions
 from dcpstore.plan.table import Boxes, Items, KeyTable, Piece, join_tables, pieces, read_items
-from dcpstore.plan.wire import PackedPlan, PartKind, PlanFlag
+from dcpstore.plan.wire import Ints, KeyRow, PackedPlan, PlanFlag
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -421,7 +408,7 @@ class Inspector:
         firsts = [
             rank
             for number, one in enumerate(table.runs)
-            if number != run and key in one.keys
+            if number != run and key in one
             for rank in table.ranks_with_run(number)
             if not any(c.key == key and c.run == number for c in table.conflicts)
         ]
@@ -476,6 +463,7 @@ def _describe(row: KeyRow) -> str:
 
 _MAX_LAYERS = 62  # bits of a word
 _MAX_TIERS = 1024  # exponents of a double
+RECORD_BYTES = 1024  # what a ``torch.save`` record adds to its payload, for the balance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -483,10 +471,12 @@ class Replicated:
     """Chunks that the same number of ranks hold.
 
     Attributes:
-        ranks: Per chunk its holders, ascending; chunks x holders.
+        at: Chunks x holders, the places of their items in the layout.
+        ranks: The holders, ascending.
         cost_bytes: Per chunk what writing it costs.
     """
 
+    at: Ints
     ranks: Ints
     cost_bytes: Ints
 
@@ -591,76 +581,32 @@ def _positions_in_runs(values: Ints) -> Ints:
     return result
 
 
-RECORD_BYTES = 1024  # what a ``torch.save`` record adds to its payload, for the balance
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChosenWriters:
-    """Who writes what.
-
-    Attributes:
-        is_kept: Per item in the order of the layout, whether its rank writes it.
-        positions: Per kept item, its chunk's position among those of the key; None if
-            nobody asked.
-        load_bytes: Payload bytes per rank.
-    """
-
-    is_kept: Ints
-    positions: Ints | None
-    load_bytes: Ints
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Replicas:
-    """Chunks that the same number of ranks hold.
-
-    Attributes:
-        at: Chunks x copies, the items by rank.
-        ranks: Their ranks.
-        cost_bytes: Per chunk what writing it costs.
-        position: Per chunk its position among those of its key.
-    """
-
-    at: Ints
-    ranks: Ints
-    cost_bytes: Ints
-    position: Ints
-
-
 class Writers:
     """Collects chunks, then chooses a writer of each.
 
     Args:
         num_items: Items of all ranks.
         num_ranks: Ranks of the group.
-        with_positions: Whether to find out `ChosenWriters.positions`.
     """
 
-    def __init__(self, num_items: int, num_ranks: int, *, with_positions: bool = False) -> None:
+    def __init__(self, num_items: int, num_ranks: int) -> None:
         self._is_kept = np.zeros(num_items, bool)
-        self._positions = np.zeros(num_items, np.int32) if with_positions else None
         self._load_bytes = np.zeros(num_ranks, np.int64)  # records included
         self._num_records = np.zeros(num_ranks, np.int64)
-        self._replicas: dict[int, list[_Replicas]] = {}
+        self._replicated: dict[int, list[Replicated]] = {}
 
     def add(self, chunks: Chunks, payload_bytes: Ints) -> None:
         """Take the chunks of further keys, all of each key at once."""
-        of_key = np.diff(chunks.key, prepend=-1) != 0
-        number = np.arange(len(of_key))
-        position = number - np.maximum.accumulate(np.where(of_key, number, 0))
         num_copies = chunks.num_copies
         lone = np.flatnonzero(num_copies == 1)
-        self._keep(chunks.items.at[chunks.first[lone]], position[lone])
+        self._is_kept[chunks.items.at[chunks.first[lone]]] = True
         self._load(chunks.items.rank[chunks.first[lone]], payload_bytes[lone])
         counts = 2 + np.flatnonzero(np.bincount(num_copies)[2:])
         for count in counts.tolist():
             chosen = np.flatnonzero(num_copies == count)
-            replicas = _Replicas(
-                *self._copies(chunks, chosen, count),
-                payload_bytes[chosen] + RECORD_BYTES,
-                position[chosen].astype(np.int32),
-            )
-            self._replicas.setdefault(count, []).append(replicas)
+            at, ranks = self._copies(chunks, chosen, count)
+            replicated = Replicated(at, ranks, payload_bytes[chosen] + RECORD_BYTES)
+            self._replicated.setdefault(count, []).append(replicated)
 
     def _copies(self, chunks: Chunks, chosen: Ints, count: int) -> tuple[Ints, Ints]:
         copies = chunks.first[chosen, None] + np.arange(count)
@@ -671,11 +617,6 @@ class Writers:
             ranks = np.take_along_axis(ranks, by_rank, axis=1)
         return at, ranks
 
-    def _keep(self, at: Ints, position: Ints) -> None:
-        self._is_kept[at] = True
-        if self._positions is not None:
-            self._positions[at] = position
-
     def _load(self, ranks: Ints, payload_bytes: Ints) -> None:
         num_ranks = len(self._num_records)
         num_records = np.bincount(ranks, minlength=num_ranks)
@@ -685,42 +626,40 @@ class Writers:
         self._num_records += num_records
         self._load_bytes += load_bytes + RECORD_BYTES * num_records
 
-    def choose(self) -> ChosenWriters:
-        """Choose the writers of replicated chunks, the others being chosen already."""
-        classes = [_join(self._replicas.pop(count)) for count in sorted(self._replicas)]
-        balanced = [Replicated(one.ranks, one.cost_bytes) for one in classes]
-        for one, column in zip(classes, choose_writers(balanced, self._load_bytes), strict=True):
+    def choose(self) -> tuple[Ints, Ints]:
+        """Choose the writers of replicated chunks, the others being chosen already.
+
+        Returns:
+            Per item in the order of the layout, whether its rank writes it; and payload bytes
+            per rank.
+        """
+        classes = [_join(self._replicated.pop(count)) for count in sorted(self._replicated)]
+        for one, column in zip(classes, choose_writers(classes, self._load_bytes), strict=True):
             chosen = np.arange(len(column)), column
-            self._keep(one.at[chosen], one.position)
+            self._is_kept[one.at[chosen]] = True
             self._num_records += np.bincount(one.ranks[chosen], minlength=len(self._num_records))
-        payload_bytes = self._load_bytes - RECORD_BYTES * self._num_records
-        return ChosenWriters(self._is_kept, self._positions, payload_bytes)
+        return self._is_kept, self._load_bytes - RECORD_BYTES * self._num_records
 
 
-def _join(parts: list[_Replicas]) -> _Replicas:
-    return _Replicas(
+def _join(parts: list[Replicated]) -> Replicated:
+    return Replicated(
         np.concatenate([part.at for part in parts]),
         np.concatenate([part.ranks for part in parts]),
         np.concatenate([part.cost_bytes for part in parts]),
-        np.concatenate([part.position for part in parts]),
     )
 
 
 def merge_save_plans(
-    packed: Sequence[bytes | PackedPlan],
-    *,
-    require_full: bool | None = None,
-    with_hints: bool = False,
+    plans: Sequence[PackedPlan], *, require_full: bool | None = None
 ) -> GlobalSavePlan:
     """Choose who writes what and check that it makes a whole checkpoint.
 
     Coordinator only; pure: the same plans give the same answer in any process.
 
     Args:
-        packed: Each rank's packed save plan, by rank of the group.
+        plans: Each rank's packed save plan, by rank of the group.
         require_full: Whether the chunks of a tensor must fill it. By default only if there
             is more than one rank, as in DCP.
-        with_hints: Send each kept item's position in the metadata along.
 
     Raises:
         PlanError: If plans contradict each other, a chunk lies outside its tensor, is
@@ -729,29 +668,26 @@ def merge_save_plans(
             makes them, or is no save plan.
         CorruptError: If the bytes are damaged.
     """
-    plans = [one if isinstance(one, PackedPlan) else PackedPlan.from_bytes(one) for one in packed]
-    _check_usable(plans)
+    for rank, plan in enumerate(plans):
+        if plan.has(PlanFlag.IS_UNUSABLE):
+            raise ConfigError(
+                f"rank {rank} sent no plan but a reference to one of an earlier save; turn off"
+                " enable_plan_caching in its planner: packed plans are cached by content anyway"
+            )
     table = join_tables(plans)
     items = read_items(plans, table)
-    writers = Writers(len(items.start), len(plans), with_positions=with_hints)
+    writers = Writers(len(items.start), len(plans))
     full = len(plans) > 1 if require_full is None else require_full
     chunks = _go_through(items, table, writers, require_full=full)
     layout = items.layout
     del items  # half of the memory
-    chosen = writers.choose()
-    digests = tuple(plan.digest for plan in plans)
+    is_kept, load_bytes = writers.choose()
     return GlobalSavePlan(
         rows=tuple(table.rows),
         paths=table.paths,
         chunks=chunks,
-        digests=digests,
-        decisions=encode_decisions(
-            layout.to_ranks(chosen.is_kept),
-            digests,
-            None if chosen.positions is None else layout.to_ranks(chosen.positions),
-        ),
-        load_bytes=chosen.load_bytes,
-        extras=_extras(plans),
+        decisions=encode_decisions(layout.to_ranks(is_kept), [plan.digest for plan in plans]),
+        load_bytes=load_bytes,
     )
 
 
@@ -773,21 +709,3 @@ def _go_through(
         writers.add(chunks, chunks.num_elements * table.item_bytes[chunks.key])
     inspector.raise_problems()
     return record.finish(len(table.rows))
-
-
-def _check_usable(plans: Sequence[PackedPlan]) -> None:
-    for rank, plan in enumerate(plans):
-        if plan.has(PlanFlag.IS_UNUSABLE):
-            raise ConfigError(
-                f"rank {rank} sent no plan but a reference to one of an earlier save; turn off"
-                " enable_plan_caching in its planner: packed plans are cached by content anyway"
-            )
-
-
-def _extras(plans: Sequence[PackedPlan]) -> dict[int, bytes]:
-    found = {}
-    for rank, plan in enumerate(plans):
-        data = plan.first_of(PartKind.EXTRAS)
-        if data is not None:
-            found[rank] = bytes(data)
-    return found

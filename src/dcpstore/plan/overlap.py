@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcpstore.plan.columns import Ints
+from dcpstore.plan.wire import Ints
 
 _PAIRS_PER_BLOCK = 1 << 20
 

@@ -1,23 +1,18 @@
-"""What the coordinator sends back: which of its items a rank keeps.
+"""DCP's save plans from and to packed columns, and torch's metadata from a merged plan.
 
-On the wire (little-endian)::
+What the coordinator sends back says which of its items a rank keeps. On the wire
+(little-endian)::
 
     u8 version  u8 flags  u32 num_items  u32 mask_bytes  16-byte digest of the answered plan
     mask: plain or zlib bits, one per item, first item in the highest bit; none if all are kept
-    hints, if asked for: zlib of one i4 per kept item
-
-What the coordinator keeps of a merged plan.
-
-DCP's save plans from and to packed columns; torch's metadata from a merged plan.
 """
 
 from __future__ import annotations
 
-import pickle
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from enum import IntFlag
 from typing import Any
 
@@ -27,12 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -40,122 +33,73 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.plan.columns import (
+from dcpstore.plan.wire import (
+    DIGEST_BYTES,
     Ints,
     KeyKind,
     KeyRow,
+    PackedPlan,
     Path,
+    PlanFlag,
     SaveColumns,
-    decode_columns,
-    decode_rows,
     key_parts,
     pack_columns,
 )
-from dcpstore.plan.wire import DIGEST_BYTES, PackedPlan, PartKind, PlanFlag
 
 _VERSION = 1
 _PREFIX = struct.Struct(f"<BBII{DIGEST_BYTES}s")
 
 
-class _Flag(IntFlag):
+class _Mask(IntFlag):
     ALL = 1
     DEFLATED = 2
-    HINTS = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Decision:
-    """The part of its plan that a rank carries out.
-
-    Attributes:
-        is_kept: Per item of the rank's plan, whether this rank writes it.
-        plan_digest: Name of the packed plan that this answers.
-        hints: Per kept item, its position among the chunks of its tensor in the metadata
-            (0 for values); None if the coordinator was not asked for it.
-    """
-
-    is_kept: Ints
-    plan_digest: bytes
-    hints: Ints | None = None
-
-    @property
-    def num_kept(self) -> int:
-        """How many items this rank writes."""
-        return int(np.count_nonzero(self.is_kept))
-
-    def to_bytes(self) -> bytes:
-        """Return the bytes to send."""
-        flags, mask = _encode_mask(self.is_kept)
-        return _join(flags, mask, len(self.is_kept), self.plan_digest, self.hints)
-
-    @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> Decision:
-        """Read what was sent.
-
-        Raises:
-            CorruptError: If these are not the bytes of a decision.
-        """
-        try:
-            version, flags, num_items, mask_bytes, digest = _PREFIX.unpack_from(data)
-            if version != _VERSION:
-                raise CorruptError(f"a decision has version {version}, expected {_VERSION}")
-            end = _PREFIX.size + mask_bytes
-            is_kept = _mask(data[_PREFIX.size : end], flags, num_items)
-            if not flags & _Flag.HINTS:
-                return cls(is_kept, digest)
-            hints = np.frombuffer(zlib.decompress(data[end:]), "<i4").astype(np.int64)
-            if len(hints) != np.count_nonzero(is_kept):
-                raise ValueError(f"{len(hints)} hints")
-        except (struct.error, zlib.error, ValueError) as error:
-            raise CorruptError(f"a decision is damaged: {error!r}") from error
-        return cls(is_kept, digest, hints)
-
-
-def encode_decisions(
-    is_kept: Sequence[Ints], digests: Sequence[bytes], hints: Sequence[Ints] | None
-) -> tuple[bytes, ...]:
+def encode_decisions(is_kept: Sequence[Ints], digests: Sequence[bytes]) -> tuple[bytes, ...]:
     """Return the bytes of each rank's decision; equal masks are packed once.
 
     Args:
-        is_kept: Per rank, as in `Decision`.
+        is_kept: Per rank and item of its plan, whether this rank writes it.
         digests: Per rank, the name of its packed plan.
-        hints: Per rank and item (not only the kept ones), or None for none.
     """
-    masks: dict[bytes, tuple[_Flag, bytes]] = {}
+    masks: dict[bytes, tuple[_Mask, bytes]] = {}
     encoded = []
-    for rank, kept in enumerate(is_kept):
+    for kept, digest in zip(is_kept, digests, strict=True):
         bits = kept.tobytes()
-        found = masks.get(bits)
-        if found is None:
-            found = masks[bits] = _encode_mask(kept)
-        of_kept = None if hints is None else hints[rank][kept]
-        encoded.append(_join(*found, len(kept), digests[rank], of_kept))
+        if bits not in masks:
+            masks[bits] = _encode_mask(kept)
+        flags, mask = masks[bits]
+        encoded.append(_PREFIX.pack(_VERSION, flags, len(kept), len(mask), digest) + mask)
     return tuple(encoded)
 
 
-def _encode_mask(is_kept: Ints) -> tuple[_Flag, bytes]:
+def decode_decision(data: bytes | memoryview) -> tuple[Ints, bytes]:
+    """Return which items of its plan a rank keeps, and the name of the plan that this answers.
+
+    Raises:
+        CorruptError: If these are not the bytes of a decision.
+    """
+    try:
+        version, flags, num_items, mask_bytes, digest = _PREFIX.unpack_from(data)
+        if version != _VERSION:
+            raise CorruptError(f"a decision has version {version}, expected {_VERSION}")
+        mask = data[_PREFIX.size : _PREFIX.size + mask_bytes]
+        if flags & _Mask.ALL:
+            return np.ones(num_items, bool), digest
+        bits = zlib.decompress(mask) if flags & _Mask.DEFLATED else mask
+        if len(bits) != (num_items + 7) // 8:
+            raise ValueError(f"{len(bits)} bytes for {num_items} items")
+    except (struct.error, zlib.error, ValueError) as error:
+        raise CorruptError(f"a decision is damaged: {error!r}") from error
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=num_items).astype(bool), digest
+
+
+def _encode_mask(is_kept: Ints) -> tuple[_Mask, bytes]:
     if bool(is_kept.all()):
-        return _Flag.ALL, b""
+        return _Mask.ALL, b""
     mask = np.packbits(is_kept).tobytes()
     deflated = zlib.compress(mask, 6)
-    return (_Flag.DEFLATED, deflated) if len(deflated) < len(mask) else (_Flag(0), mask)
-
-
-def _join(flags: _Flag, mask: bytes, num_items: int, digest: bytes, hints: Ints | None) -> bytes:
-    tail = b""
-    if hints is not None:
-        flags |= _Flag.HINTS
-        tail = zlib.compress(hints.astype("<i4").tobytes(), 1)
-    return _PREFIX.pack(_VERSION, flags, num_items, len(mask), digest) + mask + tail
-
-
-def _mask(data: bytes | memoryview, flags: int, num_items: int) -> Ints:
-    if flags & _Flag.ALL:
-        return np.ones(num_items, bool)
-    bits = zlib.decompress(data) if flags & _Flag.DEFLATED else data
-    if len(bits) != (num_items + 7) // 8:
-        raise ValueError(f"{len(bits)} bytes for {num_items} items")
-    return np.unpackbits(np.frombuffer(bits, np.uint8), count=num_items).astype(bool)
+    return (_Mask.DEFLATED, deflated) if len(deflated) < len(mask) else (_Mask(0), mask)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,28 +122,6 @@ class ChunkColumns:
     box_at: Ints
     box_offsets: Ints
     box_sizes: Ints
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the columns take."""
-        return sum(
-            column.nbytes
-            for column in (
-                self.key,
-                self.start,
-                self.length,
-                self.first_of_key,
-                self.box_at,
-                self.box_offsets,
-                self.box_sizes,
-            )
-        )
-
-    def positions(self) -> Ints:
-        """Return each chunk's position among those of its key."""
-        counts = np.diff(self.first_of_key)
-        result: Ints = np.arange(len(self.key)) - np.repeat(self.first_of_key[:-1], counts)
-        return result
 
     def shapes_of(
         self, key: int, size: tuple[int, ...]
@@ -236,69 +158,26 @@ class GlobalSavePlan:
         rows: The keys of the checkpoint, in the order of their first appearance over ranks.
         paths: The joined flattening map of DCP; None if no planner kept one.
         chunks: The distinct chunks.
-        digests: Per rank, the name of the packed plan that was merged.
-        decisions: Per rank, the bytes of its `Decision`, ready to be scattered.
+        decisions: Per rank, which of its items it keeps, ready to be scattered.
         load_bytes: Per rank, the payload bytes it writes, values of unknown size left out.
-        extras: Pickled planner and storage data of the ranks that sent some.
     """
 
     rows: tuple[KeyRow, ...]
     paths: Mapping[str, Path] | None
     chunks: ChunkColumns
-    digests: tuple[bytes, ...]
     decisions: tuple[bytes, ...]
     load_bytes: Ints
-    extras: Mapping[int, bytes] = field(default_factory=dict)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the group."""
-        return len(self.decisions)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the plan takes, the table of keys left out."""
-        return (
-            self.chunks.num_bytes
-            + sum(map(len, self.decisions))
-            + sum(map(len, self.digests))
-            + sum(map(len, self.extras.values()))
-            + int(self.load_bytes.nbytes)
-        )
-
-    def decision(self, rank: int) -> Decision:
-        """Return what one rank is told."""
-        return Decision.from_bytes(self.decisions[rank])
-
-
-_KIND_OF = {WriteItemType.TENSOR: KeyKind.TENSOR, WriteItemType.SHARD: KeyKind.SHARD}
-_TYPE_OF = {
-    KeyKind.VALUE: WriteItemType.BYTE_IO,
-    KeyKind.TENSOR: WriteItemType.TENSOR,
-    KeyKind.SHARD: WriteItemType.SHARD,
-}
-_HAS_USABLE = any(field.name == "usable" for field in fields(SavePlan))  # torch 2.8 on
-
-
-def pack_save_plan(plan: SavePlan) -> bytes:
-    """Pack a rank's save plan, to be sent to the coordinator.
-
-    Every field of DCP's plan comes back from `unpack_save_plan`. DCP's flattening map
-    travels with the keys; other planner data and the storage data are pickled into a part
-    of their own, which the coordinator does not open to merge plans.
-
-    Raises:
-        IncompatibleError: If the plan or an item is of a class derived from DCP's, or an
-            item has a form that DCP's planners do not make; send such a plan as it is.
-    """
-    return to_packed_plan(plan).to_bytes()
 
 
 def to_packed_plan(plan: SavePlan) -> PackedPlan:
-    """As `pack_save_plan`, with head and parts kept apart.
+    """Pack a rank's save plan, to be sent to the coordinator.
+
+    It holds what the coordinator merges plans by: items, and DCP's flattening map.
 
     Raises:
-        IncompatibleError: As there.
+        IncompatibleError: If the plan or an item is of a class derived from DCP's, an item has a
+            form that DCP's planners do not make, or the planner data are another than the
+            flattening map; send such a plan as it is.
     """
     if type(plan) is not SavePlan:
         raise IncompatibleError(f"a plan of type {type(plan).__name__} has fields of its own")
@@ -309,57 +188,10 @@ def to_packed_plan(plan: SavePlan) -> PackedPlan:
     flags = PlanFlag(0) if paths is None else PlanFlag.HAS_PATHS
     if not getattr(plan, "usable", True):
         flags |= PlanFlag.IS_UNUSABLE
-    rest = {"storage_data": plan.storage_data}
-    if paths is None:
-        rest["planner_data"] = plan.planner_data
-    rest = {name: value for name, value in rest.items() if value is not None}
-    extras = pickle.dumps(rest) if rest else None
-    keys = key_parts(collector.all_rows())
-    return pack_columns(collector.columns(), keys, flags=flags, extras=extras)
+    return pack_columns(collector.columns(), key_parts(collector.all_rows()), flags)
 
 
-def unpack_save_plan(packed: bytes | PackedPlan) -> SavePlan:
-    """Rebuild the plan that was packed.
-
-    Unpickles the extras, if there are any: only for plans of ranks of one's own job.
-
-    Raises:
-        CorruptError: If the bytes are damaged.
-    """
-    plan = packed if isinstance(packed, PackedPlan) else PackedPlan.from_bytes(packed)
-    data = plan.first_of(PartKind.ROWS)
-    if data is None:
-        raise CorruptError("the packed plan has no items part")
-    columns = decode_columns(data, plan.num_items)
-    rows = [row for run in plan.bodies_of(PartKind.KEYS) for row in decode_rows(run)]
-    extras = plan.first_of(PartKind.EXTRAS)
-    rest = _extras_of(extras) if extras else {}
-    planner_data = rest.get("planner_data")
-    if plan.has(PlanFlag.HAS_PATHS):
-        planner_data = {row.fqn: row.path for row in rows if row.path is not None}
-    items = _items(columns, rows)
-    result = SavePlan(items, rest.get("storage_data"), planner_data)
-    if plan.has(PlanFlag.IS_UNUSABLE) and _HAS_USABLE:
-        result = replace(result, usable=False)
-    return result
-
-
-def _extras_of(data: bytes | memoryview) -> dict[str, Any]:
-    """Unpickle what a rank's planner and storage writer put beside the items.
-
-    As DCP does with whole plans: it runs what the bytes name, so only for bytes that a rank
-    of one's own job sent.
-
-    Returns:
-        ``planner_data`` and ``storage_data``, where they are not None and no flattening map.
-    """
-    rest: dict[str, Any] = pickle.loads(data)  # noqa: S301 - from a rank of this very job
-    return rest
-
-
-def apply_decision(
-    plan: SavePlan, decision: Decision | bytes, *, digest: bytes | None = None
-) -> SavePlan:
+def apply_decision(plan: SavePlan, decision: bytes, *, digest: bytes | None = None) -> SavePlan:
     """Keep the items of a rank's own plan that it was chosen to write.
 
     Args:
@@ -370,27 +202,20 @@ def apply_decision(
     Raises:
         CorruptError: If the decision answers another plan.
     """
-    if not isinstance(decision, Decision):
-        decision = Decision.from_bytes(decision)
-    if len(decision.is_kept) != len(plan.items) or digest not in (None, decision.plan_digest):
+    is_kept, answered = decode_decision(decision)
+    if len(is_kept) != len(plan.items) or digest not in (None, answered):
         raise CorruptError(
-            f"the coordinator's decision on {len(decision.is_kept)} items does not answer this"
+            f"the coordinator's decision on {len(is_kept)} items does not answer this"
             f" rank's plan of {len(plan.items)} items"
         )
-    kept = [plan.items[at] for at in np.flatnonzero(decision.is_kept).tolist()]
-    if decision.hints is not None:
-        kept = [
-            item if item.tensor_data is None else _with_hint(item, hint)
-            for item, hint in zip(kept, decision.hints.tolist(), strict=True)
-        ]
-    return replace(plan, items=kept)
+    return replace(plan, items=[plan.items[at] for at in np.flatnonzero(is_kept).tolist()])
 
 
 def to_metadata(plan: GlobalSavePlan) -> Metadata:
     """Build torch's metadata of the coming checkpoint, storage data still missing.
 
     The same as DCP's default planner makes of the same plans, chunks in the order of their
-    offsets. Planner data other than the flattening map is in ``plan.extras``.
+    offsets.
     """
     state_dict_metadata: dict[str, Any] = {}
     known: dict[str, TensorProperties] = {}
@@ -403,7 +228,7 @@ def to_metadata(plan: GlobalSavePlan) -> Metadata:
             for offsets, sizes in plan.chunks.shapes_of(key, row.size)
         ]
         if row.properties not in known:
-            known[row.properties] = _properties(row.properties)
+            known[row.properties] = properties_of(row.properties)
         state_dict_metadata[row.fqn] = TensorStorageMetadata(
             replace(known[row.properties]), torch.Size(row.size), chunks
         )
@@ -419,7 +244,6 @@ class _Collector:
         self._rows: list[int] = []
         self._start: list[int] = []
         self._length: list[int] = []
-        self._hint: list[int] = []
         self._boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         self._texts: dict[Any, tuple[str, int]] = {}
 
@@ -427,30 +251,26 @@ class _Collector:
         data, fqn = item.tensor_data, item.index.fqn
         if type(item) is not WriteItem or (data is None) != (item.type == WriteItemType.BYTE_IO):
             raise IncompatibleError(f"the planned item of {fqn!r} is none that DCP makes: {item}")
-        self._hint.append(-1 if item.index.index is None else item.index.index)
         if data is None:
             if item.index.offset is not None:
                 raise IncompatibleError(f"the planned value {fqn!r} has an offset: {item}")
             nbytes = None if item.bytes_io_data is None else item.bytes_io_data.nbytes
-            self._append(KeyRow(fqn, KeyKind.VALUE, path=self._paths.get(fqn)), nbytes)
+            row = KeyRow(fqn, KeyKind.VALUE, path=self._paths.get(fqn))
+            self._append(row, 0 if nbytes is None else 1, nbytes or 0)
             return
         size = tuple(data.size)
         offsets, sizes = _shape(item, data)
-        text, item_bytes = self._text(data.properties)
-        has_offset = item.index.offset is not None
         row = KeyRow(
-            fqn, _KIND_OF[item.type], size, text, item_bytes, self._paths.get(fqn), has_offset
+            fqn, KeyKind.TENSOR, size, *self._text(data.properties), path=self._paths.get(fqn)
         )
         if any(offsets[1:]) or sizes[1:] != size[1:]:
             self._boxes.append((len(self._start), offsets[1:], sizes[1:]))
-        self._rows.append(self._row_of.setdefault(row, len(self._row_of)))
-        self._start.append(offsets[0] if size else 0)
-        self._length.append(sizes[0] if size else 1)
+        self._append(row, offsets[0] if size else 0, sizes[0] if size else 1)
 
-    def _append(self, row: KeyRow, nbytes: int | None) -> None:
+    def _append(self, row: KeyRow, start: int, length: int) -> None:
         self._rows.append(self._row_of.setdefault(row, len(self._row_of)))
-        self._start.append(0 if nbytes is None else 1)
-        self._length.append(nbytes or 0)
+        self._start.append(start)
+        self._length.append(length)
 
     def _text(self, properties: TensorProperties) -> tuple[str, int]:
         key = (
@@ -486,7 +306,6 @@ class _Collector:
             start=np.array(self._start, np.int64),
             length=np.array(self._length, np.int64),
             row=None if is_plain else np.array(self._rows, np.int64),
-            hint=np.array(self._hint, np.int64) if any(h >= 0 for h in self._hint) else None,
             box_item=np.array([item for item, _, _ in self._boxes], np.int64),
             box_offsets=np.array(offsets, np.int64).reshape(len(offsets), inner),
             box_sizes=np.array(sizes, np.int64).reshape(len(sizes), inner),
@@ -511,58 +330,27 @@ def _shape(item: WriteItem, data: TensorWriteData) -> tuple[tuple[int, ...], tup
 
 
 def _paths(planner_data: Any) -> dict[str, Path] | None:
-    """Return DCP's flattening map; None if the planner data is anything else."""
-    if type(planner_data) is not dict:
+    """Return DCP's flattening map; None if there are no planner data.
+
+    Raises:
+        IncompatibleError: If they are anything else.
+    """
+    if planner_data is None:
         return None
-    for fqn, path in planner_data.items():
-        if type(fqn) is not str or type(path) is not tuple:
-            return None
-        if not all(type(step) in (str, int) for step in path):
-            return None
+    if type(planner_data) is not dict or not all(map(_is_step, planner_data.items())):
+        raise IncompatibleError("the planner data are no map of keys to paths")
     return planner_data
 
 
-def _with_hint(item: WriteItem, hint: int) -> WriteItem:
-    return replace(item, index=MetadataIndex(item.index.fqn, item.index.offset, hint))
-
-
-def _items(columns: SaveColumns, rows: list[KeyRow]) -> list[WriteItem]:
-    box_of = dict(
-        zip(
-            columns.box_item.tolist(),
-            zip(columns.box_offsets.tolist(), columns.box_sizes.tolist(), strict=True),
-            strict=True,
-        )
+def _is_step(entry: tuple[Any, Any]) -> bool:
+    fqn, path = entry
+    return (
+        type(fqn) is str and type(path) is tuple and all(type(step) in (str, int) for step in path)
     )
-    number_of = range(columns.num_items) if columns.row is None else columns.row.tolist()
-    hints = [-1] * columns.num_items if columns.hint is None else columns.hint.tolist()
-    items = []
-    for at, (number, hint, start, length) in enumerate(
-        zip(number_of, hints, columns.start.tolist(), columns.length.tolist(), strict=True)
-    ):
-        row = rows[number]
-        known_hint = None if hint < 0 else hint
-        if row.is_value:
-            size = BytesIOWriteData(length) if start else None
-            index = MetadataIndex(row.fqn, None, known_hint)
-            items.append(WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=size))
-            continue
-        inner = len(row.size) - 1
-        offsets, sizes = (0,) * inner, row.size[1:]
-        if at in box_of:
-            offsets, sizes = (tuple(one[:inner]) for one in box_of[at])
-        chunk = ChunkStorageMetadata(
-            torch.Size((start, *offsets) if row.size else ()),
-            torch.Size((length, *sizes) if row.size else ()),
-        )
-        data = TensorWriteData(chunk, _properties(row.properties), torch.Size(row.size))
-        offset = chunk.offsets if row.has_offset else None
-        index = MetadataIndex(row.fqn, offset, known_hint)
-        items.append(WriteItem(index, _TYPE_OF[row.kind], tensor_data=data))
-    return items
 
 
-def _properties(text: str) -> TensorProperties:
+def properties_of(text: str) -> TensorProperties:
+    """Return the tensor properties of a row of the table of keys."""
     dtype, layout, memory_format, requires_grad, pin_memory = text.split(" ")
     return TensorProperties(
         dtype=_named(dtype, torch.dtype),

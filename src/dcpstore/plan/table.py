@@ -1,32 +1,25 @@
-"""One table of keys for all ranks.
+"""All ranks' keys in one table, and all their items in one order.
 
-All ranks' items in one order: by table row first, by rank second.
-
-Plans arrive rank by rank. Ranks of a sharded job hold chunk r of every tensor, so in this
-order their chunks come sorted by (key, offset) or nearly so, and the sort that finds
-replicas and overlaps is close to one pass::
+Plans arrive rank by rank. Items are laid out by table row first and by rank second. Ranks of a
+sharded job hold chunk r of every tensor, so in this order their chunks come sorted by
+(key, offset) or nearly so, and the sort that finds replicas and overlaps is close to one pass::
 
     rank 0: w0 v0 b0        segment (ranks 0..2 x rows w, v, b):   w0 w1 w2 v0 v1 v2 b0 b1 b2
     rank 1: w1 v1 b1   ->   loose (what few ranks have):           x2
     rank 2: w2 v2 b2 x2
 
-Where all ranks' items begin and end, in the order of their layout.
-
-Ranks are decoded a few at a time and written into place at once, so that their own
-columns never pile up::
+Key and rank of an item follow from its place; to store them would double the memory. Ranks are
+decoded a few at a time and written into place at once, so that their own columns never pile up::
 
     64 ranks x 1,000 rows, decoded          1,000 rows x 16,384 ranks
     r0: w v b ..                            w: .. | r0 r1 r2 .. | ..
     r1: w v b ..     -- transposed -->      v: .. | r0 r1 r2 .. | ..
     r2: w v b ..                            b: .. | r0 r1 r2 .. | ..
 
-Key and rank of an item follow from its place; to store them would double the memory.
-
-All items of a few keys at a time, so few that a processor's cache holds their columns.
-
 Whatever is asked of items is asked key by key: which of them are copies of one chunk,
-whether chunks overlap, whether they fill their tensor. So the items go piece by piece
-through all steps of the merge, and nothing of a piece outlives it but its chunks.
+whether chunks overlap, whether they fill their tensor. So the items go through all steps of the
+merge in pieces of a few keys at a time, so few that a processor's cache holds their columns, and
+nothing of a piece outlives it but its chunks.
 """
 
 from __future__ import annotations
@@ -39,30 +32,22 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.plan.columns import (
+from dcpstore.plan.wire import (
     Ints,
     KeyKind,
     KeyRow,
+    PackedPlan,
+    PartKind,
     Path,
+    PlanFlag,
     SaveColumns,
+    content_digest,
     decode_columns,
     decode_rows,
 )
-from dcpstore.plan.wire import PackedPlan, PartKind, PlanFlag, content_digest
 
 MAX_ELEMENTS = 2**61
 _NO_BOUND = 2**62
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run of table rows, as it came from one or more ranks.
-
-    Attributes:
-        keys: Per row that has items, its position in the joined table.
-    """
-
-    keys: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +66,7 @@ class KeyTable:
     Attributes:
         rows: A row per key, as the first rank that has it describes it.
         paths: The joined flattening map; None if no rank keeps one.
-        runs: The distinct runs of all ranks.
+        runs: Of each distinct run of rows, the keys that have items, by position in ``rows``.
         runs_of: Per rank, the positions of its runs.
         conflicts: Rows that contradict ``rows``.
         rows_bound: Per key, rows of the tensor (1 for 0-d ones; no bound for values).
@@ -95,7 +80,7 @@ class KeyTable:
 
     rows: list[KeyRow]
     paths: dict[str, Path] | None
-    runs: list[Run]
+    runs: list[Ints]
     runs_of: list[tuple[int, ...]]
     conflicts: list[KeyConflict]
     rows_bound: Ints = field(init=False)
@@ -177,7 +162,7 @@ class _Joiner:
         self.rows: list[KeyRow] = []
         self.paths: dict[str, Path] = {}
         self.has_paths = False
-        self.runs: list[Run] = []
+        self.runs: list[Ints] = []
         self.runs_of: list[tuple[int, ...]] = []
         self.conflicts: list[KeyConflict] = []
         self._key_of: dict[str, int] = {}
@@ -185,11 +170,10 @@ class _Joiner:
 
     def add(self, plan: PackedPlan) -> None:
         runs = []
-        for number, (kind, _, digest) in enumerate(plan.names):
+        for (kind, _, digest), data in zip(plan.names, plan.bodies, strict=True):
             if kind == PartKind.KEYS:
                 run = self._run_of.get(digest)
                 if run is None:
-                    data = plan.body(number)
                     if content_digest(data) != digest:
                         raise CorruptError("a packed plan's table of keys was changed on its way")
                     run = self._run_of[digest] = len(self.runs)
@@ -205,7 +189,7 @@ class _Joiner:
                 self.paths.setdefault(row.fqn, row.path)
             if row.kind != KeyKind.PATH:
                 keys.append(self._key(row))
-        self.runs.append(Run(np.array(keys, np.int32)))
+        self.runs.append(np.array(keys, np.int32))
 
     def _key(self, row: KeyRow) -> int:
         known = self._key_of.setdefault(row.fqn, len(self.rows))
@@ -364,7 +348,7 @@ def _chains(
         for chain_runs in _split(runs, joined):
             chain = chains.get(chain_runs[0])
             if chain is None:
-                keys = np.concatenate([table.runs[run].keys for run in chain_runs])
+                keys = np.concatenate([table.runs[run] for run in chain_runs])
                 chain = chains[chain_runs[0]] = _Chain(keys)
             chain.ranks.extend(ranks)
             chain.first_item.extend([item] * len(ranks))
@@ -402,7 +386,7 @@ def _split(runs: tuple[int, ...], joined: set[tuple[int, int]]) -> Iterable[tupl
 
 def _keys_of(table: KeyTable, rank: int, row_numbers: Ints) -> Ints:
     """Return the keys of a rank whose items do not follow its table row by row."""
-    keys = _concatenate([table.runs[run].keys for run in table.runs_of[rank]])
+    keys = _concatenate([table.runs[run] for run in table.runs_of[rank]])
     if len(row_numbers) and int(row_numbers.max()) >= len(keys):
         raise CorruptError(f"rank {rank}'s packed plan refers to a key that its table lacks")
     result: Ints = keys[row_numbers]

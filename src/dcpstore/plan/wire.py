@@ -1,4 +1,4 @@
-"""A packed plan on the wire: a head that names its parts by content, then the parts.
+"""Packed plans: a rank's save plan as columns on the wire, and a cache of them by content.
 
 All integers are little-endian::
 
@@ -9,12 +9,26 @@ All integers are little-endian::
 Parts that are the same on many ranks (the tables of keys) have the same name on all of
 them, so each travels and is decoded once. The digest of the head names the whole plan.
 
-Plans of earlier saves, found by content.
+Most keys are the same on all ranks, a few (a data loader's state) are not. The table of keys is
+therefore cut into runs by content, so that a key of one rank changes the name of the run
+that it lies in and of no other::
 
-A key is made of the names of all ranks' packed plans, which are hashes of all that they
-hold: item order, keys, sizes, dtypes, chunks, planner and storage data, and their number.
-Nothing can change and still hit. What does not lie in the plans (writer, format, options)
-goes into the fingerprint. Nothing here is global: whoever saves owns a cache::
+    rank 0:  | model.* run A | model.* run B | optim.* run C | loader.rank_0 |
+    rank 1:  | model.* run A | model.* run B | optim.* run C | loader.rank_1 |
+
+Almost every item is a run of whole rows of its tensor, so two numbers place it::
+
+    start, length     first row and number of rows; a 0-d tensor has one row
+                      (a value: whether its size is known, and that size in bytes)
+    box_*             items that do not fill all later dimensions: where they lie in those
+
+Each column takes the narrowest integers that hold it; all columns are one zlib stream at level 1.
+
+`PlanCache` finds the plans of earlier saves by content. A key of it is made of the names of all
+ranks' packed plans, which are hashes of all that they
+hold: item order, keys, sizes, dtypes, chunks, the flattening map, and their number.
+What does not lie in the plans (writer, format, options) goes into the fingerprint. Nothing here
+is global: whoever saves owns a cache::
 
     ranks                              coordinator
     digest (16 bytes)            --->  key = cache_key(digests, fingerprint)
@@ -28,22 +42,36 @@ goes into the fingerprint. Nothing here is global: whoever saves owns a cache::
 
 from __future__ import annotations
 
+import json
 import struct
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, IntFlag
 from hashlib import blake2b
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from dcpstore.errors import ConfigError, CorruptError
 
+Path: TypeAlias = tuple[str | int, ...]
+Ints: TypeAlias = npt.NDArray[Any]
 DIGEST_BYTES = 16
 PartName: TypeAlias = tuple[int, int, bytes]  # kind, stored bytes, digest
 _MAGIC = b"DCPPLAN2"
 _FIXED = struct.Struct("<8sBHI")
 _ENTRY = struct.Struct("<BI16s")
+_CUT_EVERY = 128  # rows, on average: a head of about ten names for a thousand keys
+_MIN_ROWS = 16  # before a new first word of the key cuts as well
+_MAX_ROWS = 1024
+_NUM_COLUMNS = struct.Struct("<B")
+_COLUMN = struct.Struct("<BI")  # width code, elements
+_DTYPES = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8"))
+_BOUNDS = (2**8, 2**16, 2**31, 2**63)
 
 
 class PlanFlag(IntFlag):
@@ -59,7 +87,6 @@ class PartKind(IntEnum):
 
     ROWS = 1  # the rank's items, as columns
     KEYS = 2  # a run of the table of keys; any number of them, in order
-    EXTRAS = 3  # pickled planner_data and storage_data that fit no column
 
 
 def content_digest(data: bytes | memoryview) -> bytes:
@@ -90,7 +117,7 @@ class PackedPlan:
         names: Its parts, tables of keys in order; plain tuples, because a coordinator
             holds them by the hundred thousand.
         head: What `read_head` reads: everything but the parts' bytes.
-        bodies: The parts' bytes; or the whole plan's as a single element; or nothing.
+        bodies: The parts' bytes; nothing while only the head is known.
     """
 
     flags: int
@@ -98,7 +125,6 @@ class PackedPlan:
     names: tuple[PartName, ...]
     head: bytes = field(repr=False, compare=False)
     bodies: tuple[bytes | memoryview, ...] = field(default=(), repr=False, compare=False)
-    is_whole: bool = field(default=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, flags: PlanFlag, num_items: int, parts: Iterable[Part]) -> PackedPlan:
@@ -111,44 +137,20 @@ class PackedPlan:
         bodies = tuple(part.data for part in parts)
         return cls(int(flags), num_items, names, head, bodies)
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> PackedPlan:
-        """Read a whole plan; it keeps ``data``.
-
-        Raises:
-            CorruptError: If these are not the bytes of a plan, or not all of them.
-        """
-        flags, num_items, names, head = _parse_head(data)
-        num_bytes = len(head) + sum([num_bytes for _, num_bytes, _ in names])
-        if num_bytes != len(data):
-            raise CorruptError(f"a packed plan has {len(data)} bytes, its head says {num_bytes}")
-        return cls(flags, num_items, names, head, (data,), is_whole=True)
-
     def with_bodies(self, bodies: Iterable[bytes | memoryview]) -> PackedPlan:
         """Return the plan with the bytes of its parts filled in."""
-        return replace(self, bodies=tuple(bodies), is_whole=False)
-
-    def to_bytes(self) -> bytes:
-        """Return head and parts."""
-        return bytes(self.bodies[0]) if self.is_whole else b"".join([self.head, *self.bodies])
+        return replace(self, bodies=tuple(bodies))
 
     @property
     def digest(self) -> bytes:
         """The name of the plan; equal for equal plans only."""
         return content_digest(self.head)
 
-    def body(self, number: int) -> bytes | memoryview:
-        """Return the bytes of a part."""
-        if not self.is_whole:
-            return self.bodies[number]
-        at = len(self.head) + sum([num_bytes for _, num_bytes, _ in self.names[:number]])
-        return memoryview(self.bodies[0])[at : at + self.names[number][1]]
-
     def bodies_of(self, kind: PartKind) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the parts of a kind, in order."""
-        for number, (part_kind, _, _) in enumerate(self.names):
+        for (part_kind, _, _), body in zip(self.names, self.bodies, strict=True):
             if part_kind == kind:
-                yield self.body(number)
+                yield body
 
     def has(self, flag: PlanFlag) -> bool:
         """Tell whether a flag is set."""
@@ -163,20 +165,232 @@ def read_head(data: bytes) -> PackedPlan:
     """Read a plan's head; its parts are named but empty.
 
     Raises:
-        CorruptError: If these bytes do not begin with the head of a plan.
+        CorruptError: If these are not the bytes of a head.
     """
-    return PackedPlan(*_parse_head(data))
-
-
-def _parse_head(data: bytes) -> tuple[int, int, tuple[PartName, ...], bytes]:
     if len(data) < _FIXED.size or data[:8] != _MAGIC:
         raise CorruptError("these bytes are not a packed plan: its first bytes are wrong")
     _, flags, num_parts, num_items = _FIXED.unpack_from(data)
     end = _FIXED.size + num_parts * _ENTRY.size
-    if len(data) < end:
-        raise CorruptError(f"a packed plan's head has {end} bytes; only {len(data)} are here")
-    head = data[:end]
-    return flags, num_items, tuple(_ENTRY.iter_unpack(head[_FIXED.size :])), head
+    if len(data) != end:
+        raise CorruptError(f"a packed plan's head has {end} bytes; {len(data)} are here")
+    return PackedPlan(flags, num_items, tuple(_ENTRY.iter_unpack(data[_FIXED.size :])), data)
+
+
+class KeyKind(IntEnum):
+    """What lies under a key."""
+
+    VALUE = 0  # anything that is not a tensor: BYTE_IO
+    TENSOR = 1
+    PATH = 2  # no item at all: a key of the flattening map only
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """A key as the items of one rank describe it.
+
+    Attributes:
+        fqn: The flattened key.
+        kind: What its items are.
+        size: Shape of the whole tensor; empty for values.
+        properties: The tensor's properties as text, its dtype's name first; empty for values.
+        item_bytes: Bytes of one element; 1 for values.
+        path: Where the key lies in the nested state dict; None if the planner keeps no map.
+    """
+
+    fqn: str
+    kind: KeyKind
+    size: tuple[int, ...] = ()
+    properties: str = ""
+    item_bytes: int = 1
+    path: Path | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype; empty for values."""
+        return self.properties.split(" ", 1)[0]
+
+    @property
+    def is_value(self) -> bool:
+        """Whether this is no tensor."""
+        return self.kind == KeyKind.VALUE
+
+
+def cut_rows(rows: Sequence[KeyRow]) -> Iterator[Sequence[KeyRow]]:
+    """Cut a table into runs at places that its content decides."""
+    first = 0
+    word = ""
+    for at, row in enumerate(rows):
+        last_word, word = word, row.fqn.partition(".")[0]
+        num_rows = at - first
+        if num_rows and (
+            num_rows >= _MAX_ROWS
+            or (num_rows >= _MIN_ROWS and word != last_word)
+            or zlib.crc32(row.fqn.encode("utf-8", "surrogatepass")) % _CUT_EVERY == 0
+        ):
+            yield rows[first:at]
+            first = at
+    if first < len(rows):
+        yield rows[first:]
+
+
+def encode_rows(rows: Sequence[KeyRow]) -> bytes:
+    """Turn a run of rows into bytes; equal rows into equal ones."""
+    tensors = dict.fromkeys((row.properties, row.item_bytes) for row in rows)
+    number_of = {tensor: number for number, tensor in enumerate(tensors)}
+    columns = {
+        "tensors": list(number_of),
+        "fqn": [row.fqn for row in rows],
+        "kind": [int(row.kind) for row in rows],
+        "size": [row.size for row in rows],
+        "tensor": [number_of[row.properties, row.item_bytes] for row in rows],
+        "path": [row.path for row in rows],
+    }
+    return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), 6)
+
+
+def decode_rows(data: bytes | memoryview) -> list[KeyRow]:
+    """Turn bytes into the rows they were made from.
+
+    Raises:
+        CorruptError: If these are not the bytes of such rows.
+    """
+    try:
+        columns = json.loads(zlib.decompress(data))
+        tensors = columns["tensors"]
+        return [
+            KeyRow(
+                fqn,
+                KeyKind(kind),
+                tuple(size),
+                tensors[tensor][0],
+                tensors[tensor][1],
+                None if path is None else tuple(path),
+            )
+            for fqn, kind, size, tensor, path in zip(
+                columns["fqn"],
+                columns["kind"],
+                columns["size"],
+                columns["tensor"],
+                columns["path"],
+                strict=True,
+            )
+        ]
+    except (zlib.error, ValueError, KeyError, IndexError, TypeError) as error:
+        raise CorruptError(f"a packed plan's table of keys is damaged: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SaveColumns:
+    """A rank's items, one element per item unless said otherwise.
+
+    Attributes:
+        start: First row of the chunk.
+        length: Number of its rows.
+        row: The item's row in the table of keys; None where item i has row i.
+        box_item: Ascending positions of the items that are boxes.
+        box_offsets: Per box, its offsets in the dimensions after the first, padded with 0.
+        box_sizes: Per box, its sizes there, padded with 1.
+    """
+
+    start: Ints
+    length: Ints
+    row: Ints | None
+    box_item: Ints
+    box_offsets: Ints
+    box_sizes: Ints
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.length) or self.box_offsets.shape != self.box_sizes.shape:
+            raise ValueError("columns of one plan differ in length")
+
+    @property
+    def num_items(self) -> int:
+        """Items of the plan."""
+        return len(self.start)
+
+
+def key_parts(rows: list[KeyRow]) -> list[Part]:
+    """Pack a table of keys into parts that other ranks are likely to have too."""
+    return [Part.of(PartKind.KEYS, encode_rows(run)) for run in cut_rows(rows)]
+
+
+def pack_columns(columns: SaveColumns, keys: list[Part], flags: PlanFlag | int = 0) -> PackedPlan:
+    """Join a rank's columns and its table of keys to a packed save plan."""
+    flags = PlanFlag(flags)
+    if columns.row is not None:
+        flags |= PlanFlag.HAS_ROW_NUMBERS
+    parts = [Part.of(PartKind.ROWS, encode_columns(columns)), *keys]
+    return PackedPlan.of(flags, columns.num_items, parts)
+
+
+def encode_columns(columns: SaveColumns) -> bytes:
+    """Turn columns into bytes; equal columns into equal ones."""
+    return pack_ints(
+        columns.start,
+        columns.length,
+        np.empty(0, np.int64) if columns.row is None else columns.row,
+        columns.box_item,
+        columns.box_offsets.ravel(),
+        columns.box_sizes.ravel(),
+    )
+
+
+def decode_columns(data: bytes | memoryview, num_items: int) -> SaveColumns:
+    """Turn bytes into columns; they are views of one buffer, in the integers of the wire.
+
+    Raises:
+        CorruptError: If these are not the bytes of the columns of so many items.
+    """
+    try:
+        start, length, row, box_item, offsets, sizes = unpack_ints(data)
+        if len(start) != num_items or len(row) not in (0, num_items):
+            raise ValueError(f"{len(start)} items, the head says {num_items}")
+        num_boxes = len(box_item)
+        shape = (num_boxes, len(offsets) // num_boxes if num_boxes else 0)
+        return SaveColumns(
+            start=start,
+            length=length,
+            row=row if len(row) else None,
+            box_item=box_item,
+            box_offsets=offsets.reshape(shape),
+            box_sizes=sizes.reshape(shape),
+        )
+    except ValueError as error:
+        raise CorruptError(f"a packed plan's columns are damaged: {error}") from error
+
+
+def pack_ints(*columns: Ints) -> bytes:
+    """Pack columns of integers, each as narrow as it goes."""
+    heads, raws = [_NUM_COLUMNS.pack(len(columns))], []
+    for column in columns:
+        code = 0
+        if len(column):
+            low, high = int(column.min()), int(column.max())
+            code = 3 if low < 0 else next(c for c, bound in enumerate(_BOUNDS) if high < bound)
+        heads.append(_COLUMN.pack(code, len(column)))
+        raws.append(column.astype(_DTYPES[code]).tobytes())
+    return zlib.compress(b"".join([*heads, *raws]), 1)
+
+
+def unpack_ints(data: bytes | memoryview) -> list[Ints]:
+    """Return the columns that `pack_ints` packed, as views of one buffer.
+
+    Raises:
+        CorruptError: If these are not the bytes of such columns.
+    """
+    try:
+        raw = zlib.decompress(data)
+        (count,) = _NUM_COLUMNS.unpack_from(raw)
+        at = _NUM_COLUMNS.size + count * _COLUMN.size
+        found = []
+        for code, length in _COLUMN.iter_unpack(raw[_NUM_COLUMNS.size : at]):
+            found.append(np.frombuffer(raw, _DTYPES[code], length, at))
+            at += found[-1].nbytes
+        if at != len(raw):
+            raise ValueError(f"{len(raw)} bytes, expected {at}")
+    except (zlib.error, struct.error, ValueError, IndexError) as error:
+        raise CorruptError(f"a packed plan's columns are damaged: {error!r}") from error
+    return found
 
 
 T = TypeVar("T")
@@ -200,7 +414,7 @@ def cache_key(digests: Sequence[bytes], fingerprint: str) -> bytes:
 
 def parts_of(plan: PackedPlan, wanted: Sequence[int]) -> list[bytes]:
     """Return the parts that the coordinator asked a rank for."""
-    return [bytes(plan.body(number)) for number in wanted]
+    return [bytes(plan.bodies[number]) for number in wanted]
 
 
 @dataclass(frozen=True, slots=True)
