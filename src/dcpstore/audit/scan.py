@@ -17,17 +17,21 @@ What a checkpoint of a kind must hold, and how its bytes can be judged.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal, Protocol, TypeAlias
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, ConfigError, CorruptError, NotFoundError, StoreError
+from dcpstore.read.pump import Pump
 from dcpstore.report import Meter
 from dcpstore.store.base import ObjectInfo, Store
-from dcpstore.store.budget import ByteBudget, Cancelled, bytes_in_flight
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.budget import ByteBudget, bytes_in_flight
+from dcpstore.store.ranges import ByteRange, group
 from dcpstore.text import printable
 
 FindingKind: TypeAlias = Literal[
@@ -205,8 +209,6 @@ class Scanner:
         self._meter = meter
         self._budget = ByteBudget(bytes_in_flight(config.budget_bytes))
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._error: BaseException | None = None
         self._findings: list[Finding] = []
         self._lost_keys: set[str] = set()
         self._num_requests = 0
@@ -232,68 +234,49 @@ class Scanner:
             StoreError: If the store fails for good in a way that concerns no single object.
         """
         self._findings = []
-        executor = ThreadPoolExecutor(self._config.max_requests, "dcpstore-audit")
-        try:
-            for window in _join(pieces, self._config.request_bytes):
-                self._submit(executor, window)
-        except Cancelled:
-            pass
-        except BaseException:
-            self._stopped.set()
-            raise
-        finally:
-            executor.shutdown(wait=True)
-        if self._error is not None:
-            raise self._error
+        joined = (
+            (span.num_bytes, partial(self._serve, key, span, found))
+            for key, run in groupby(pieces, attrgetter("key"))
+            for span, found in group(
+                run, attrgetter("span"), max_bytes=lambda: self._config.request_bytes
+            )
+        )
+        with Pump(self._config.max_requests, "dcpstore-audit") as pump:
+            pump.run(joined, self._budget)
         return self._findings
 
-    def _submit(self, executor: ThreadPoolExecutor, window: list[Piece]) -> None:
-        num_bytes = window[-1].span.end - window[0].span.start
-        self._budget.acquire(num_bytes, cancelled=self._stopped.is_set)
-        executor.submit(self._serve, window, num_bytes)
-
-    def _serve(self, window: list[Piece], num_bytes: int) -> None:
+    def _serve(self, key: str, span: ByteRange, pieces: Sequence[Piece]) -> None:
         try:
-            if not self._stopped.is_set() and window[0].key not in self._lost_keys:
-                found = self._look(window) and self._look(window)
-                with self._lock:
-                    self._findings.extend(found)
-        except (CorruptError, NotFoundError, StoreError) as error:
-            self._give_up(window, error)
-        except BaseException as error:  # noqa: BLE001 - kept, and raised again by the caller
-            self._stop(error)
-        finally:
-            self._meter.advance(num_bytes)
-            self._budget.release(num_bytes)
-
-    def _look(self, window: list[Piece]) -> list[Finding]:
-        start, end = window[0].span.start, window[-1].span.end
-        with self._lock:
-            self._num_requests += 1
-            self._fetched_bytes += end - start
-        data = self._store.get_range(window[0].key, start, end)
-        found: list[Finding] = []
-        for piece in window:
-            found += piece.inspect(data[piece.span.start - start : piece.span.end - start])
-        return found
-
-    def _give_up(self, window: list[Piece], error: CheckpointError) -> None:
-        """Note that an object is lost; but a store that is down concerns all objects."""
-        if isinstance(error, StoreError) and error.retryable:
-            self._stop(error)
-            return
-        key = window[0].key
-        with self._lock:
             if key in self._lost_keys:
                 return
-            self._lost_keys.add(key)
-            span = ByteRange(window[0].span.start, window[-1].span.end)
-            self._findings.append(loss_of(key, span, error))
+            found = self._look(key, span, pieces)
+            if found:  # maybe it was damaged on the way
+                found = self._look(key, span, pieces)
+            with self._lock:
+                self._findings.extend(found)
+        except (CorruptError, NotFoundError, StoreError) as error:
+            self._give_up(key, span, error)
+        finally:
+            self._meter.advance(span.num_bytes)
 
-    def _stop(self, error: BaseException) -> None:
+    def _look(self, key: str, span: ByteRange, pieces: Sequence[Piece]) -> list[Finding]:
         with self._lock:
-            self._error = self._error or error
-        self._stopped.set()
+            self._num_requests += 1
+            self._fetched_bytes += span.num_bytes
+        data = self._store.get_range(key, *span)
+        found: list[Finding] = []
+        for piece in pieces:
+            found += piece.inspect(data[piece.span.start - span.start :][: piece.span.num_bytes])
+        return found
+
+    def _give_up(self, key: str, span: ByteRange, error: CheckpointError) -> None:
+        """Note that an object is lost; but a store that is down concerns all objects."""
+        if isinstance(error, StoreError) and error.retryable:
+            raise error
+        with self._lock:
+            if key not in self._lost_keys:
+                self._lost_keys.add(key)
+                self._findings.append(loss_of(key, span, error))
 
 
 def loss_of(key: str, span: ByteRange, error: CheckpointError) -> Finding:
@@ -303,27 +286,6 @@ def loss_of(key: str, span: ByteRange, error: CheckpointError) -> Finding:
     if isinstance(error, CorruptError):
         return Finding("truncated", str(error), key, span=span)
     return Finding("unreadable", str(error), key, span=span)
-
-
-def _join(pieces: Iterable[Piece], request_bytes: int) -> Iterator[list[Piece]]:
-    """Put pieces that touch into one request, as long as it stays small enough."""
-    window: list[Piece] = []
-    for piece in pieces:
-        if window and not _fits(window, piece, request_bytes):
-            yield window
-            window = []
-        window.append(piece)
-    if window:
-        yield window
-
-
-def _fits(window: list[Piece], piece: Piece, request_bytes: int) -> bool:
-    first, last = window[0], window[-1]
-    return (
-        piece.key == first.key
-        and piece.span.start == last.span.end
-        and piece.span.end - first.span.start <= request_bytes
-    )
 
 
 class Contents(Protocol):

@@ -14,25 +14,14 @@ each small enough for one request::
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
-from dcpstore.store.ranges import ByteRange, cut, row_major_strides
+from dcpstore.store.ranges import ByteRange, row_major_strides
 
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A sub-box of a chunk.
-
-    Attributes:
-        offsets: First element in each dimension of the chunk.
-        sizes: Elements in each dimension.
-        span: From its first to its last byte in the chunk's payload, holes included.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    span: ByteRange
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""First element of a box in each dimension of its chunk, and its sizes."""
 
 
 def is_one_run(chunk_sizes: Sequence[int], box_sizes: Sequence[int]) -> bool:
@@ -76,83 +65,77 @@ def spacing(
     return run * item_bytes, (levels[1][1] if len(levels) == 2 else run) * item_bytes
 
 
-def runs(
-    chunk_sizes: Sequence[int],
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    item_bytes: int,
-    *,
-    max_bytes: int,
-    align_bytes: int,
-) -> Iterator[Box]:
-    """Cut a box that is one run into one-dimensional boxes over the flattened chunk.
-
-    Inner cuts lie at multiples of ``align_bytes`` of the payload.
-    """
-    whole = span_of(row_major_strides(tuple(chunk_sizes)), offsets, sizes, item_bytes)
-    for piece in cut(whole, max(max_bytes, align_bytes), align_bytes=align_bytes):
-        first = piece.start // item_bytes
-        yield Box((first,), (piece.num_bytes // item_bytes,), piece)
-
-
 def bands(
-    chunk_sizes: Sequence[int],
+    strides: Sequence[int],
     offsets: Sequence[int],
     sizes: Sequence[int],
     item_bytes: int,
     *,
     max_bytes: int,
-    max_gap_bytes: int,
+    max_gap_bytes: int = sys.maxsize,
 ) -> Iterator[Box]:
-    """Cut a box into sub-boxes whose span is at most ``max_bytes``.
+    """Cut a box into sub-boxes that neither have nor span more than ``max_bytes``.
 
-    Holes of more than ``max_gap_bytes`` between two runs are never spanned. A single
-    element larger than ``max_bytes`` is its own sub-box. An empty box yields nothing.
+    They are cut along the dimension of the longest step, so that few bytes span each. Holes of
+    more than ``max_gap_bytes`` between two elements are never spanned. A single element larger
+    than ``max_bytes`` is its own sub-box. An empty box yields nothing.
+
+    Args:
+        strides: Of the chunk, in elements; they need not be row-major.
+        offsets: First element of the box in each dimension.
+        sizes: Elements of the box in each dimension.
+        item_bytes: Bytes per element.
+        max_bytes: No sub-box has or spans more.
+        max_gap_bytes: Widest hole to span.
     """
     if 0 in sizes:
         return
-    strides = row_major_strides(tuple(chunk_sizes))
-    yield from _bands(strides, tuple(offsets), tuple(sizes), item_bytes, max_bytes, max_gap_bytes)
-
-
-def _bands(
-    strides: tuple[int, ...],
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-    item_bytes: int,
-    max_bytes: int,
-    max_gap_bytes: int,
-) -> Iterator[Box]:
-    axis = next((a for a, size in enumerate(sizes) if size > 1), None)
-    span = span_of(strides, offsets, sizes, item_bytes)
+    offsets, sizes = tuple(offsets), tuple(sizes)
+    axes = [axis for axis, size in enumerate(sizes) if size > 1]
+    axis = max(axes, key=lambda one: (strides[one], sizes[one]), default=None)
     if axis is None:
-        yield Box(offsets, sizes, span)
+        yield offsets, sizes
         return
     row = _replace(sizes, axis, 1)
-    row_bytes = span_of(strides, offsets, row, item_bytes).num_bytes
-    step_bytes = strides[axis] * item_bytes
-    if step_bytes - row_bytes > max_gap_bytes or _has_gap(strides, row, item_bytes, max_gap_bytes):
-        rows_per_band = 0  # holes inside: every row on its own, cut further within
-    else:
-        rows_per_band = 1 + (max_bytes - row_bytes) // step_bytes if row_bytes <= max_bytes else 0
+    rows_per_band = 0  # every row on its own, cut further within
+    if not _has_wider_gap(strides, sizes, item_bytes, max_gap_bytes):
+        rows_per_band = _rows_that_fit(
+            span_of(strides, offsets, row, item_bytes).num_bytes,
+            num_elements(row) * item_bytes,
+            strides[axis] * item_bytes,
+            max_bytes,
+        )
     if rows_per_band >= sizes[axis]:
-        yield Box(offsets, sizes, span)
+        yield offsets, sizes
         return
     count = max(rows_per_band, 1)
     for first in range(0, sizes[axis], count):
         part = _replace(sizes, axis, min(count, sizes[axis] - first))
         at = _replace(offsets, axis, offsets[axis] + first)
         if rows_per_band:
-            yield Box(at, part, span_of(strides, at, part, item_bytes))
+            yield at, part
         else:
-            yield from _bands(strides, at, part, item_bytes, max_bytes, max_gap_bytes)
+            yield from bands(
+                strides, at, part, item_bytes, max_bytes=max_bytes, max_gap_bytes=max_gap_bytes
+            )
 
 
-def _has_gap(
-    strides: tuple[int, ...], sizes: tuple[int, ...], item_bytes: int, max_gap_bytes: int
+def _rows_that_fit(spanned_bytes: int, row_bytes: int, step_bytes: int, max_bytes: int) -> int:
+    """Return how many rows neither span nor have more than ``max_bytes``; 0 if not even one."""
+    if max(spanned_bytes, row_bytes) > max_bytes:
+        return 0
+    fitting = max_bytes // row_bytes
+    if step_bytes:
+        fitting = min(fitting, 1 + (max_bytes - spanned_bytes) // step_bytes)
+    return fitting
+
+
+def _has_wider_gap(
+    strides: Sequence[int], sizes: Sequence[int], item_bytes: int, max_gap_bytes: int
 ) -> bool:
+    """Tell whether a hole between two elements of a box is wider than allowed."""
     inner_elements = 1
-    for stride, size in zip(reversed(strides), reversed(sizes), strict=True):
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and (stride - inner_elements) * item_bytes > max_gap_bytes:
             return True
         inner_elements += (size - 1) * stride

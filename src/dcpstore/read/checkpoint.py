@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, TypeAlias
@@ -44,8 +43,8 @@ from dcpstore.plan.coverage import find_flaws, refuse_flaws
 from dcpstore.plan.overlap import find_overlaps
 from dcpstore.plan.values import ValueRecord, open_record
 from dcpstore.read.discovery import Discovered, discover
-from dcpstore.read.pump import ReadJob, ReadStats
-from dcpstore.read.records import place
+from dcpstore.read.pump import Pump, ReadJob, ReadStats, locate_records
+from dcpstore.read.targets import can_be_located
 from dcpstore.report import Meter
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
@@ -407,19 +406,12 @@ class Checkpoint:
             index: item
             for fqn in fqns
             for index in self._chunks_of(fqn).indices
-            if (item := self._item(index)).kind == "record"
-            and not item.transforms
-            and item.checksums is None
+            if can_be_located(item := self._item(index))
         }
-        if not unknown:
-            return
-        store = self._folder.open()
-        with ThreadPoolExecutor(self._config.max_requests, "dcpstore-locate") as executor:
-            found = list(executor.map(lambda item: place(store, item), unknown.values()))
-        for index, (item, sizes) in zip(unknown, found, strict=True):
-            self._items[index] = item
-            self.stats.num_requests += len(sizes)
-            self.stats.fetched_bytes += sum(sizes)
+        if unknown:
+            with Pump(self._config.max_requests) as pump:
+                store = self._folder.open()
+                self._items.update(locate_records(store, unknown, pump, self.stats))
 
     # --- values ------------------------------------------------------------------------
 

@@ -13,12 +13,12 @@ A rank's own ``__{rank}.metadata`` (``use_collectives=False``) is read when DCP 
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -30,13 +30,12 @@ from dcpstore.format.manifest import Manifest, decode, has_other_planner_data
 from dcpstore.format.safetensors import LENGTH_BYTES, TensorInFile, header_length, parse_header
 from dcpstore.format.seal import Seal, get_manifest, read_seal
 from dcpstore.store.base import Store
+from dcpstore.store.retry import read_twice_if_damaged
 from dcpstore.text import collector_paused
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-
-logger = logging.getLogger(__name__)
 
 _SINGLE_FILE = "model.safetensors"
 _NUMBERED = re.compile(
@@ -161,11 +160,7 @@ def _read_sealed(store: Store, key: str) -> Discovered:
     It may have been damaged on the way, or an overwrite swept a manifest that is an object of
     its own between the two requests: then the metadata is new.
     """
-    try:
-        return _read_once(store, key)
-    except CorruptError as error:
-        logger.warning("%s; reading it again in case it was damaged on the way", error)
-        return _read_once(store, key)
+    return read_twice_if_damaged(partial(_read_once, store, key))
 
 
 def _read_once(store: Store, key: str) -> Discovered:

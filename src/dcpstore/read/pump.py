@@ -1,8 +1,11 @@
-"""Whether fetched bytes are those that were saved.
+"""The pump: concurrent ranged reads in bounded memory; and a load, which is its main user.
 
-Carry out a read plan: concurrent ranged GETs, verified, copied at most once.
+A `Pump` carries out calls in threads. Whoever gives it calls says how many bytes each holds, and
+whether the calls run as soon as their bytes fit a budget (`Pump.run`) or ahead of a caller who
+takes what they return in order (`Pump.in_order`). The first error stops the pump and is raised
+in the caller's thread.
 
-::
+A `ReadJob` carries out a read plan: verified, copied at most once::
 
     caller     resolve, check, plan | submit requests under the byte budget | commit targets
     workers                         | GET, verify blocks, copy into target  |
@@ -14,9 +17,9 @@ Only the workers touch the store and only the caller touches the planner.
 from __future__ import annotations
 
 import io
-import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -28,86 +31,118 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from typing_extensions import Self
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
-from dcpstore.format.boxes import spacing
 from dcpstore.format.checksum import find_bad_block
-from dcpstore.format.dtypes import item_bytes
 from dcpstore.format.manifest import StoredItem
-from dcpstore.read.plan import Piece, Request, join_pieces, plan_pieces
-from dcpstore.read.records import decode, decode_tensor, is_worth_placing, place
+from dcpstore.read.plan import MOST_LANDING_BYTES, Request, join_pieces, land, plan_pieces
 from dcpstore.read.targets import (
-    MOST_LANDING_BYTES,
-    Landing,
-    Slot,
+    Piece,
     Target,
     copy_decoded,
     copy_inline,
     copy_piece,
-    make_slots,
-    needed_bytes,
-    plan_landings,
+    decode,
+    decode_tensor,
+    group_targets,
+    is_worth_locating,
+    locate,
     resolve_targets,
-    window,
 )
 from dcpstore.report import Meter
 from dcpstore.store.base import FillsMemory, Store
 from dcpstore.store.budget import ByteBudget, Cancelled, FlightWindow, bytes_in_flight
 from dcpstore.store.hedge import RangeHedge
+from dcpstore.store.retry import read_twice_if_damaged
 from dcpstore.text import collector_paused
 
 T = TypeVar("T")
-Content: TypeAlias = memoryview | tuple[memoryview, ...]
-"""Bytes in one piece of memory, or in several behind each other."""
+K = TypeVar("K")
+Call: TypeAlias = tuple[int, Callable[[], T]]
+"""How many bytes a call holds, and the call."""
 
 
-def find_corruption(
-    url: str, request: Request, contents: Iterable[Content], slots: Sequence[Slot]
-) -> CorruptError | None:
-    """Check the pieces of a request block by block, where they have checksums.
+class Pump:
+    """Threads for calls that hold bytes. Use as a context manager, from one thread.
 
     Args:
-        url: Of the checkpoint, for the message.
-        request: What was fetched.
-        contents: The bytes of each piece's ``fetch`` range.
-        slots: The targets, by number.
-
-    Returns:
-        An error that names the first block that is wrong; None if all are right.
+        max_calls: Calls at a time.
+        name: Of the threads.
     """
-    for piece, content in zip(request.pieces, contents, strict=True):
-        slot = slots[piece.slot]
-        item = slot.item
-        if item.checksums is None:
-            continue
-        first = (piece.fetch.start - item.payload.start) // item.block_bytes
-        bad = find_bad_block(content, first, item.checksums, item.block_bytes)
-        if bad is not None:
-            start = item.payload.start + bad * item.block_bytes
-            end = min(start + item.block_bytes, item.payload.end)
-            fqn = slot.targets[0].fqn
-            return CorruptError(
-                f"{url}: object {request.key}, bytes [{start}, {end}) of {fqn!r} are not the"
-                " bytes that were saved (CRC32C differs)",
-                key=request.key,
-                start=start,
-                end=end,
-                fqn=fqn,
-            )
-    return None
 
+    def __init__(self, max_calls: int, name: str = "dcpstore-read") -> None:
+        self._executor = ThreadPoolExecutor(max_calls, name)
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
 
-logger = logging.getLogger(__name__)
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.stop()
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
-def _hedge(store: Store, config: ReadConfig, budget: ByteBudget) -> RangeHedge | None:
-    is_distant = not store.url.startswith(("file://", "memory://"))
-    if not (is_distant and config.hedge_share):
-        return None
-    return RangeHedge(
-        store, max_requests=config.max_requests, max_share=config.hedge_share, budget=budget
-    )
+    def stop(self) -> None:
+        """Begin no more of the calls that wait. Thread-safe."""
+        self._stopped.set()
+
+    def is_stopped(self) -> bool:
+        """Whether a call failed, or somebody called `stop`."""
+        return self._stopped.is_set()
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """Make one call; its error is the future's alone. Any thread."""
+        return self._executor.submit(call)
+
+    def run(self, calls: Iterable[Call[object]], budget: ByteBudget) -> None:
+        """Make calls, each as soon as the budget has room for it. Returns when all are done.
+
+        Raises: What the first call to fail raised; those that had not begun were not made.
+        """
+        futures = []
+        try:
+            for num_bytes, call in calls:
+                budget.acquire(num_bytes, cancelled=self.is_stopped)
+                futures.append(self._executor.submit(self._make, call, num_bytes, budget))
+        except Cancelled:
+            pass
+        wait(futures)
+        if self._error is not None:
+            raise self._error
+
+    def _make(self, call: Callable[[], object], num_bytes: int, budget: ByteBudget) -> None:
+        try:
+            if not self.is_stopped():
+                call()
+        except BaseException as error:  # noqa: BLE001 - kept, and raised again by the caller
+            if not self.is_stopped():
+                self._error = error
+            self.stop()
+        finally:
+            budget.release(num_bytes)
+
+    def in_order(self, calls: Iterable[Call[T]], max_bytes: int) -> Iterator[T]:
+        """Yield what calls return, in their order, and make the next ones meanwhile.
+
+        Args:
+            calls: Made ahead of the caller.
+            max_bytes: Most bytes held by the calls ahead, and by what the caller works on. A
+                call that holds more is made alone.
+        """
+        ahead: deque[tuple[int, Future[T]]] = deque()
+        held_bytes = 0
+        for num_bytes, call in calls:
+            while ahead and held_bytes + num_bytes > max_bytes:
+                yield ahead[0][1].result()
+                held_bytes -= ahead.popleft()[0]
+            ahead.append((num_bytes, self._executor.submit(call)))
+            held_bytes += num_bytes
+        while ahead:
+            yield ahead[0][1].result()
+            ahead.popleft()
 
 
 @dataclass(slots=True)
@@ -133,6 +168,28 @@ class ReadStats:
     fetched_bytes: int = 0
     received_bytes: int = 0
     peak_bytes: int = 0
+
+    def count(self, num_bytes: int) -> None:
+        """Count one request."""
+        self.num_requests += 1
+        self.fetched_bytes += num_bytes
+
+
+def locate_records(
+    store: Store, items: Mapping[K, StoredItem], pump: Pump, stats: ReadStats
+) -> dict[K, StoredItem]:
+    """Find out where the payloads of others' records start, one small GET each.
+
+    Returns:
+        The items, raw where the record is a plain tensor.
+    """
+    found = {}
+    calls = ((1, partial(locate, store, item)) for item in items.values())
+    for key, (item, sizes) in zip(items, pump.in_order(calls, len(items)), strict=True):
+        found[key] = item
+        for num_bytes in sizes:
+            stats.count(num_bytes)
+    return found
 
 
 class ReadJob:
@@ -161,23 +218,27 @@ class ReadJob:
         self._metadata = metadata
         self._items = items
         self._registry = registry
-        self._meter = meter or Meter("load")
+        self._meter = meter
         # Two at a time fit: one travels between ranks while the next is fetched.
         self._request_bytes = min(config.request_bytes, config.budget_bytes // 2)
         self._budget = ByteBudget(
             bytes_in_flight(config.budget_bytes), FlightWindow(self._request_bytes)
         )
-        self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-read")
-        self._hedge = _hedge(store, config, self._budget)
+        self._pump = Pump(config.max_requests)
+        self._hedge: RangeHedge | None = None
+        if config.hedge_share and not store.url.startswith(("file://", "memory://")):
+            self._hedge = RangeHedge(
+                store,
+                max_requests=config.max_requests,
+                max_share=config.hedge_share,
+                budget=self._budget,
+            )
         self._landings = FlightWindow(MOST_LANDING_BYTES)
         # What lands takes little memory: this bounds what is asked for at a time.
         self._flight = ByteBudget(config.max_requests * MOST_LANDING_BYTES, self._landings)
-        self._failed = threading.Event()
-        self._error: BaseException | None = None
-        self._slots: list[Slot] = []
         self.pieces: dict[str, list[Piece]] = {}
         """What is still to be fetched, by object."""
-        self._done: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Target] = queue.SimpleQueue()
         self._num_touched = 0
         self._is_inference = torch.is_inference_mode_enabled()
         self.stats = ReadStats()
@@ -186,15 +247,13 @@ class ReadJob:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._failed.set()
-        self._executor.shutdown(wait=True)
+        self._pump.__exit__(kind, error, trace)
         if self._hedge is not None:
             self._hedge.close()
             self.stats.num_hedged = self._hedge.num_again
             self.stats.num_requests += self._hedge.num_again
             self.stats.fetched_bytes += self._hedge.again_bytes
-        self.stats.peak_bytes = max(self.stats.peak_bytes, self._budget.peak_bytes)
+        self.note_held(self._budget.peak_bytes)
         if self._num_touched and isinstance(error, CheckpointError):
             note = "targets already hold loaded values: load again, or do not use them"
             error.args = (f"{error.message}. Some of the {self.stats.num_targets} {note}",)
@@ -218,35 +277,27 @@ class ReadJob:
             read_items, planner, self._items, self._metadata, self._config.casts
         )
         self.stats.num_targets = len(targets)
-        self._place_large_records(targets)
-        self._slots = make_slots(self._load_inline(targets, planner))
-        pieces = plan_pieces(
-            (slot.want(number) for number, slot in enumerate(self._slots)),
+        unknown = {
+            (t.item.key, t.item.record): t.item for t in targets if is_worth_locating(t.item)
+        }
+        if unknown:
+            located = locate_records(self._store, unknown, self._pump, self.stats)
+            for target in targets:
+                target.item = located.get((target.item.key, target.item.record), target.item)
+        remote = group_targets(self._load_inline(targets, planner))
+        self.pieces = plan_pieces(
+            remote,
             request_bytes=self._request_bytes,
             join_gap_bytes=self._config.join_gap_bytes,
             verify=self._config.verify,
         )
-        self.pieces = pieces.by_key
-        self.stats.needed_bytes += pieces.needed_bytes
-        self._meter.expect(pieces.needed_bytes)
-        for number, slot in enumerate(self._slots):
-            slot.missing = pieces.per_slot[number]
-            if slot.missing == 0:  # no elements, hence no request
-                self._finish(slot, planner)
-
-    # --- foreign records -----------------------------------------------------------
-
-    def _place_large_records(self, targets: list[Target]) -> None:
-        """Find out where the payload of large foreign records starts, one small GET each."""
-        unknown = {(t.item.key, t.item.record): t.item for t in targets if is_worth_placing(t.item)}
-        found = list(self._executor.map(partial(place, self._store), unknown.values()))
-        placed = {place: item for place, (item, _) in zip(unknown, found, strict=True)}
-        for target in targets:
-            target.item = placed.get((target.item.key, target.item.record), target.item)
-        self.stats.num_requests += sum(len(sizes) for _, sizes in found)
-        self.stats.fetched_bytes += sum(sum(sizes) for _, sizes in found)
-
-    # --- inline ----------------------------------------------------------------------
+        needed_bytes = sum(one.needed_bytes for parts in self.pieces.values() for one in parts)
+        self.stats.needed_bytes += needed_bytes
+        if self._meter is not None:
+            self._meter.expect(needed_bytes)
+        for target in remote:
+            if target.missing == 0:  # no elements, hence no request
+                self._finish(target, planner)
 
     def _load_inline(self, targets: list[Target], planner: LoadPlanner) -> list[Target]:
         """Load what the manifest holds; return the targets that need requests."""
@@ -257,7 +308,7 @@ class ReadJob:
                 remote.append(target)
                 continue
             if target.tensor is None:
-                planner.load_bytes(target.read_item, io.BytesIO(item.inline))
+                target.content = item.inline
             elif item.kind == "raw":
                 copy_inline(item, item.inline, target)
             else:
@@ -265,20 +316,10 @@ class ReadJob:
                 copy_decoded(decode_tensor(item, item.inline, url, target.fqn), target)
             self._num_touched += 1
             self.stats.num_inline += 1
-            self._commit(target, planner)
+            self._finish(target, planner)
         return remote
 
-    # --- requests --------------------------------------------------------------------
-
-    def spacing(self, piece: Piece) -> tuple[int, int]:
-        """Return how many bytes of a piece's range are wanted every how many; most often all."""
-        num_bytes, item = piece.fetch.num_bytes, self._slots[piece.slot].item
-        if piece.box is None or piece.is_flat or item.checksums is not None:
-            return num_bytes, num_bytes
-        return spacing(item.sizes, piece.box.sizes, item_bytes(item.dtype)) or (
-            num_bytes,
-            num_bytes,
-        )
+    # --- shared with other ranks -----------------------------------------------------
 
     def note_held(self, num_bytes: int) -> None:
         """Count bytes that are held outside the budget's own book."""
@@ -291,97 +332,79 @@ class ReadJob:
             request: With the pieces of this rank, which are delivered.
             take: Given the bytes, verified where this rank can tell.
         """
-        self._count(request)
-        return self._executor.submit(self._fetch, request, take)
 
-    def _fetch(self, request: Request, take: Callable[[memoryview], T]) -> T:
-        data = self._get_verified(request)
-        self._deliver(request, data)
-        return take(data)
+        def fetch_and_take() -> T:
+            data = self._get_verified(request)
+            self._deliver(request, data)
+            return take(data)
+
+        self.stats.count(request.range.num_bytes)
+        return self._pump.begin(fetch_and_take)
 
     def deliver(self, contents: Iterable[tuple[Request, memoryview]]) -> Future[None]:
         """Begin to verify bytes that another rank fetched, and to copy them to their targets."""
-        return self._executor.submit(self._deliver_all, contents)
 
-    def _deliver_all(self, contents: Iterable[tuple[Request, memoryview]]) -> None:
-        for request, data in contents:
-            self._raise_if_bad(request, data)
-            self._deliver(request, data)
+        def check_and_deliver() -> None:
+            for request, data in contents:
+                self._check(request, data)
+                self._deliver(request, data)
+
+        return self._pump.begin(check_and_deliver)
+
+    def commit_complete(self, planner: LoadPlanner) -> None:
+        """Tell the planner of every target that is complete. In the caller's thread."""
+        while True:
+            try:
+                target = self._done.get_nowait()
+            except queue.Empty:
+                return
+            self._finish(target, planner)
+
+    # --- requests --------------------------------------------------------------------
 
     def fetch_rest(self, planner: LoadPlanner) -> None:
         """Fetch and deliver every piece that was not taken out, and commit what is complete."""
-        requests = join_pieces(
+        joined = join_pieces(
             self.pieces,
             request_bytes=self._request_bytes,
             join_gap_bytes=self._config.join_gap_bytes,
         )
         self.pieces = {}
-        futures = []
-        try:
-            for one in self._plan_landings(requests):
-                futures.append(self._submit(one))
-                self.commit_complete(planner)
-        except Cancelled:
-            pass
-        wait(futures)
-        if self._error is not None:
-            raise self._error
+        requests: Iterable[Request] = joined
+        if self._store.capabilities.fills_memory:
+            requests = land(
+                joined,
+                num_in_flight=partial(self._landings.num_requests, self._config.max_requests),
+                least_bytes=self._request_bytes,
+            )
+        self._pump.run(self._calls(requests, planner), self._budget)
         self.commit_complete(planner)
 
-    def _plan_landings(self, requests: Sequence[Request]) -> Iterable[Request | Landing]:
-        if not self._store.capabilities.fills_memory:
-            return requests
-        return plan_landings(
-            requests,
-            self._slots,
-            num_in_flight=partial(self._landings.num_requests, self._config.max_requests),
-            least_bytes=self._request_bytes,
-        )
+    def _calls(self, requests: Iterable[Request], planner: LoadPlanner) -> Iterator[Call[None]]:
+        for request in requests:
+            num_bytes = request.range.num_bytes
+            serve = partial(self._serve, request)
+            if request.memory:
+                self._flight.acquire(num_bytes, cancelled=self._pump.is_stopped)
+                serve = partial(self._land, request)
+            self.stats.count(num_bytes)
+            yield request.buffer_bytes, serve
+            self.commit_complete(planner)
 
-    def _submit(self, one: Request | Landing) -> Future[None]:
-        """Begin a request as soon as there is room for it."""
-        if isinstance(one, Landing):
-            request, memory_bytes = one.request, one.scratch_bytes
-            self._flight.acquire(request.range.num_bytes, cancelled=self._failed.is_set)
-        else:
-            request, memory_bytes = one, one.range.num_bytes
-        self._count(request)
-        self._budget.acquire(memory_bytes, cancelled=self._failed.is_set)
-        return self._executor.submit(self._serve, one, memory_bytes)
+    def _serve(self, request: Request) -> None:
+        self._deliver(request, self._get_verified(request))
 
-    def _count(self, request: Request) -> None:
-        self.stats.num_requests += 1
-        self.stats.fetched_bytes += request.range.num_bytes
-
-    def _serve(self, one: Request | Landing, memory_bytes: int) -> None:
-        try:
-            if not self._failed.is_set():
-                if isinstance(one, Landing):
-                    self._land(one)
-                else:
-                    self._deliver(one, self._get_verified(one))
-        except BaseException as error:  # noqa: BLE001 - kept, and raised again by the caller
-            if not self._failed.is_set():
-                self._error = error
-            self._failed.set()
-        finally:
-            self._budget.release(memory_bytes)
-            if isinstance(one, Landing):
-                self._flight.release(one.request.range.num_bytes)
-
-    def _land(self, landing: Landing) -> None:
+    def _land(self, request: Request) -> None:
         """Receive a request into its targets and check it there."""
-        error = self._fill(landing)
-        if error is not None:
-            self._warn_of(error)
-            error = self._fill(landing)
-        if error is not None:
-            raise error
-        for piece in landing.request.pieces:
+        try:
+            read_twice_if_damaged(partial(self._fill, request))
+        finally:
+            self._flight.release(request.range.num_bytes)
+        for piece in request.pieces:
             self._arrived(piece)
 
-    def _fill(self, landing: Landing) -> CorruptError | None:
-        request, destination = landing.request, landing.open()
+    def _fill(self, request: Request) -> None:
+        destination = request.destination()
         store = cast("FillsMemory", self._hedge or self._store)
         try:
             with self._asking(request, self._flight):
@@ -389,25 +412,19 @@ class ReadJob:
         finally:
             if destination.was_written:  # never write an unchanged count: others count too
                 self._num_touched += 1
-        landing.note_written()
-        return self._find_corruption(request, landing.contents)
+        request.note_written()
+        self._check(request)
 
     def _get_verified(self, request: Request) -> memoryview:
         """Fetch a request's bytes and check them; a bad block gets one second chance."""
-        data = self._get(request)
-        error = self._find_corruption(request, _contents(request, data))
-        if error is not None:
-            self._warn_of(error)
-            data = self._get(request)
-            self._raise_if_bad(request, data)
-        return data
 
-    def _warn_of(self, error: CorruptError) -> None:
-        logger.warning("%s; fetching it again in case it was damaged on the way", error)
+        def get() -> memoryview:
+            with self._asking(request, self._budget):
+                data = (self._hedge or self._store).get_range(request.key, *request.range)
+            self._check(request, data)
+            return data
 
-    def _get(self, request: Request) -> memoryview:
-        with self._asking(request, self._budget):
-            return (self._hedge or self._store).get_range(request.key, *request.range)
+        return read_twice_if_damaged(get)
 
     @contextmanager
     def _asking(self, request: Request, budget: ByteBudget) -> Iterator[None]:
@@ -421,62 +438,65 @@ class ReadJob:
             ) from error
         budget.note(request.range.num_bytes, monotonic() - began)
 
-    def _raise_if_bad(self, request: Request, data: memoryview) -> None:
-        error = self._find_corruption(request, _contents(request, data))
-        if error is not None:
-            raise error
+    def _check(self, request: Request, data: memoryview | None = None) -> None:
+        """Compare the blocks of all pieces with their checksums, where they have some.
 
-    def _find_corruption(
-        self, request: Request, contents: Iterable[Content]
-    ) -> CorruptError | None:
+        Args:
+            request: What was fetched.
+            data: Its bytes; None if they are where the request's targets are.
+
+        Raises:
+            CorruptError: Naming the first block that is wrong.
+        """
         if not self._config.verify:
-            return None
-        return find_corruption(self._store.url, request, contents, self._slots)
+            return
+        for number, piece in enumerate(request.pieces):
+            item = piece.target.item
+            if item.checksums is None:
+                continue
+            content = request.memory[number] if data is None else request.window(data, piece.fetch)
+            first = (piece.fetch.start - item.payload.start) // item.block_bytes
+            bad = find_bad_block(content, first, item.checksums, item.block_bytes)
+            if bad is not None:
+                start = item.payload.start + bad * item.block_bytes
+                end = min(start + item.block_bytes, item.payload.end)
+                fqn = piece.target.fqn
+                raise CorruptError(
+                    f"{self._store.url}: object {request.key}, bytes [{start}, {end}) of {fqn!r}"
+                    " are not the bytes that were saved (CRC32C differs)",
+                    key=request.key,
+                    start=start,
+                    end=end,
+                    fqn=fqn,
+                )
 
     def _deliver(self, request: Request, data: memoryview) -> None:
         """Copy a request's verified bytes to whoever wants them."""
         with torch.inference_mode(self._is_inference):
             for piece in request.pieces:
-                slot = self._slots[piece.slot]
-                if piece.box is not None:
+                if piece.target.item.kind == "raw":
                     self._num_touched += 1
-                    copy_piece(piece, window(data, request, piece.fetch), slot)
+                    copy_piece(piece, request.window(data, piece.fetch))
                 else:
-                    slot.collect(piece, window(data, request, piece.span))
+                    piece.target.collect(piece.span, request.window(data, piece.span))
                 self._arrived(piece)
 
     def _arrived(self, piece: Piece) -> None:
         """Count a piece that is where it belongs, and complete its target if it was the last."""
-        slot = self._slots[piece.slot]
-        self._meter.advance(needed_bytes(piece, slot.item))
-        if slot.is_complete_after_one_more():
-            if piece.box is None:
+        target = piece.target
+        if self._meter is not None:
+            self._meter.advance(piece.needed_bytes)
+        if target.is_complete_after_one_more():
+            if target.item.kind != "raw":
                 self._num_touched += 1
-                decode(slot, self._store.url, self._registry)
-            self._done.put(slot)
+                decode(target, self._store.url, self._registry)
+            self._done.put(target)
 
-    # --- the caller's side ---------------------------------------------------------------
-
-    def commit_complete(self, planner: LoadPlanner) -> None:
-        """Tell the planner of every target that is complete. In the caller's thread."""
-        while True:
-            try:
-                slot = self._done.get_nowait()
-            except queue.Empty:
-                return
-            self._finish(slot, planner)
-
-    def _finish(self, slot: Slot, planner: LoadPlanner) -> None:
-        for target in slot.targets:
-            if target.tensor is None:
-                planner.load_bytes(target.read_item, io.BytesIO(slot.loaded or b""))
-            self._commit(target, planner)
-
-    def _commit(self, target: Target, planner: LoadPlanner) -> None:
-        if target.read_item.type != LoadItemType.BYTE_IO and target.tensor is not None:
-            planner.commit_tensor(target.read_item, target.tensor)
-        target.tensor = None
-
-
-def _contents(request: Request, data: memoryview) -> Iterator[memoryview]:
-    return (window(data, request, piece.fetch) for piece in request.pieces)
+    def _finish(self, target: Target, planner: LoadPlanner) -> None:
+        for one in (target, *target.twins):
+            if one.tensor is None:
+                planner.load_bytes(one.read_item, io.BytesIO(one.content or b""))
+                one.content = None
+            elif one.read_item.type != LoadItemType.BYTE_IO:
+                planner.commit_tensor(one.read_item, one.tensor)
+            one.tensor = None

@@ -43,8 +43,9 @@ from dcpstore.plan.wire import PackedPlan, PartKind, PlanCache, PlanFlag
 from dcpstore.plan.wire import Part as PlanPart
 from dcpstore.ranks import Pending, RankGroup, steps
 from dcpstore.ranks.transport import tree_children, tree_parent
-from dcpstore.read.plan import Piece, Request
+from dcpstore.read.plan import Request
 from dcpstore.read.pump import ReadJob
+from dcpstore.read.targets import Piece
 from dcpstore.store.budget import bytes_in_flight
 from dcpstore.store.ranges import ByteRange
 
@@ -401,7 +402,7 @@ class _Wants:
         """Return the units as a plan."""
         for number, key in enumerate(self.keys):
             for piece in self._job.pieces.get(key, ()):
-                unit = (number, *piece.fetch, *self._job.spacing(piece))
+                unit = (number, *piece.fetch, *piece.spacing)
                 self._pieces.setdefault(unit, []).append(piece)
         rows = np.array(sorted(self._pieces), dtype=np.int64)
         return PackedPlan.of(PlanFlag(0), len(rows), [PlanPart.of(PartKind.ROWS, rows.tobytes())])

@@ -1,63 +1,134 @@
-"""Where loaded bytes go: resolved and checked before the first data request.
+"""What a load wants, where it goes, and how fetched bytes get there.
 
-Wants in progress: from fetched bytes to the elements of a target.
+A `Target` is a read item with the stored item it comes from and the memory it goes to; all are
+checked before the first request. A `Piece` is a part of a target that one request brings::
 
-Requests whose bytes are received straight into the memory of their targets.
+    stored item    [block][block][block][block]     checksum blocks
+    piece          ........[== span ==]........     bytes wanted
+                   .......[== fetch ==]........     whole blocks around them
 
-That takes targets in host memory, of the dtype that is stored, where what the request brings
-lies in one piece. What nobody wants goes to scratch memory: record headers between two items,
-and the rest of a checksum block that is wanted in part::
-
-    request        [rest][ item a      ][hdr][ item b                ]
-    memory         [    ][ target of a ][   ][ target of b           ]
-
-Such requests take little memory, so several that follow each other are made one.
+Where it is known which bytes are which elements (``kind="raw"``), each piece is copied into its
+target as it arrives. Records that must be decoded as a whole are collected first: those of other
+writers, compressed ones, tensors that are more than their elements, and values.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.format.boxes import num_elements
-from dcpstore.format.copying import copy_box_in, note_written, set_payload, writable_payload
+from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
+from dcpstore.format.boxes import num_elements, spacing
+from dcpstore.format.copying import copy_box_in, set_payload
 from dcpstore.format.dtypes import dtype_from_name, dtype_name, item_bytes
 from dcpstore.format.manifest import StoredItem
-from dcpstore.format.record import HeadAnswer, NeedMoreBytes
-from dcpstore.format.tensors import copy_opaque_in, is_freed, is_plain
+from dcpstore.format.record import HEAD_BYTES, HeadAnswer, NeedMoreBytes, parse_record_head
+from dcpstore.format.tensors import copy_opaque_in, decode_opaque, is_freed, is_plain
+from dcpstore.format.views import RangeView
 from dcpstore.plan.coverage import refuse_lacks
-from dcpstore.read.plan import Piece, Request, Want
-from dcpstore.store.base import Destination
+from dcpstore.store.base import Store
 from dcpstore.store.ranges import ByteRange, row_major_strides
+from dcpstore.torch_private import default_extension_registry, narrow
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _MOST_NAMED = 10
+
+# Below this, a foreign record is fetched whole and looked into afterwards; above it, a
+# small request for its head saves fetching what is not needed.
+_WHOLE_RECORD_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """One read item of the plan.
+    """One read item on its way from the plan to its memory.
 
     Attributes:
         read_item: As planned.
         item: The stored chunk or value it comes from.
         tensor: Where its elements go, narrowed to them; None for a value.
+        twins: Other targets of the same record, which is fetched and decoded once for all.
+        missing: Pieces still to come.
+        content: The record, as far as it came; of a value, in the end what the planner opens.
     """
 
     read_item: ReadItem
     item: StoredItem
     tensor: torch.Tensor | None = None
+    twins: Sequence[Target] = ()
+    missing: int = 0
+    content: memoryview | bytes | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def fqn(self) -> str:
         """The state-dict key."""
         return self.read_item.storage_index.fqn
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """First element and sizes of what it wants of its chunk."""
+        return tuple(self.read_item.storage_offsets), tuple(self.read_item.lengths)
+
+    def is_complete_after_one_more(self) -> bool:
+        """Count one piece as there. True for whoever brings the last one. Any thread."""
+        with self._lock:
+            self.missing -= 1
+            return self.missing == 0
+
+    def collect(self, span: ByteRange, data: memoryview) -> None:
+        """Take a part of the whole record; without a copy if it is all of it. Any thread."""
+        record = self.item.record
+        if span == record:
+            self.content = data
+            return
+        with self._lock:
+            if self.content is None:
+                self.content = memoryview(bytearray(record.num_bytes))
+            content = self.content
+        assert isinstance(content, memoryview)
+        content[span.start - record.start : span.end - record.start] = data
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of an object that serve one target.
+
+    Attributes:
+        target: Whom they serve.
+        span: Bytes needed, counted from the start of the object.
+        fetch: Bytes fetched: the span widened to whole checksum blocks.
+        box: First element in the chunk and sizes of what is wanted of the span. None if all of
+            it is: a run of elements in the target as in the chunk, or a part of a record.
+    """
+
+    target: Target
+    span: ByteRange
+    fetch: ByteRange
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """How many of the bytes were asked for, holes and whole blocks left out."""
+        if self.box is None:
+            return self.span.num_bytes
+        return num_elements(self.box[1]) * item_bytes(self.target.item.dtype)
+
+    @property
+    def spacing(self) -> tuple[int, int]:
+        """How many bytes of `fetch` are wanted every how many; most often all of them."""
+        item, num_bytes = self.target.item, self.fetch.num_bytes
+        found = None
+        if self.box is not None and item.checksums is None:
+            found = spacing(item.sizes, self.box[1], item_bytes(item.dtype))
+        return found or (num_bytes, num_bytes)
 
 
 def resolve_targets(
@@ -185,81 +256,21 @@ def _float_in_float(source: torch.dtype, target: torch.dtype) -> bool:
     return b.eps <= a.eps and b.max >= a.max and b.tiny * b.eps <= a.tiny * a.eps
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One target, or all targets that need the same whole record.
-
-    Attributes:
-        item: What is stored.
-        targets: Who wants it.
-        missing: Pieces still to come. Changed by one thread at a time, under the lock.
-        loaded: The bytes of a value, ready for the planner.
-    """
-
-    item: StoredItem
-    targets: list[Target]
-    missing: int = 0
-    loaded: bytes | None = None
-    _content: memoryview | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def want(self, number: int) -> Want:
-        """Return what to plan for.
-
-        Raises:
-            CorruptError: If the box to read is not inside the stored chunk.
-        """
-        item = self.item
-        if item.kind != "raw":
-            return Want(number, item)
-        (target,) = self.targets
-        assert target.tensor is not None
-        offsets = tuple(target.read_item.storage_offsets)
-        sizes = tuple(target.read_item.lengths)
-        _check_inside(item, offsets, sizes, target.fqn)
-        return Want(
-            number, item, offsets, sizes, item_bytes(item.dtype), target.tensor.is_contiguous()
-        )
-
-    def is_complete_after_one_more(self) -> bool:
-        """Count one piece as there. True for whoever brings the last one."""
-        with self._lock:
-            self.missing -= 1
-            return self.missing == 0
-
-    def collect(self, piece: Piece, data: memoryview) -> None:
-        """Take a part of the whole record; without a copy if it is all of it."""
-        if piece.span == self.item.record:
-            self._content = data
-            return
-        with self._lock:
-            if self._content is None:
-                self._content = memoryview(bytearray(self.item.record.num_bytes))
-        start = piece.span.start - self.item.record.start
-        self._content[start : start + len(data)] = data
-
-    def take_content(self) -> memoryview:
-        """Return the collected record and let go of it."""
-        content, self._content = self._content, None
-        assert content is not None
-        return content
-
-
-def make_slots(targets: Sequence[Target]) -> list[Slot]:
-    """Return a slot per target, but one for all that need the same whole record."""
-    slots: list[Slot] = []
-    whole: dict[tuple[str, ByteRange], Slot] = {}
+def group_targets(targets: Sequence[Target]) -> list[Target]:
+    """Return the targets to fetch for: one, with its twins, where several need one record."""
+    firsts: list[Target] = []
+    by_record: dict[tuple[str, ByteRange], Target] = {}
     for target in targets:
-        place = (target.item.key, target.item.record)
-        is_tensor_record = target.item.kind == "record"
-        if is_tensor_record and place in whole:
-            whole[place].targets.append(target)
-            continue
-        slot = Slot(target.item, [target])
-        slots.append(slot)
-        if is_tensor_record:
-            whole[place] = slot
-    return slots
+        if target.item.kind == "record":
+            first = by_record.setdefault((target.item.key, target.item.record), target)
+            if first is not target:
+                first.twins = (*first.twins, target)
+                continue
+        firsts.append(target)
+    return firsts
+
+
+# --- records of which it is not known where their elements lie ------------------------
 
 
 def as_raw(item: StoredItem, head: HeadAnswer) -> StoredItem:
@@ -277,92 +288,94 @@ def as_raw(item: StoredItem, head: HeadAnswer) -> StoredItem:
     )
 
 
-def needed_bytes(piece: Piece, item: StoredItem) -> int:
-    """Return how many of a piece's bytes were asked for, holes and whole blocks left out."""
-    if piece.box is None:
-        return piece.span.num_bytes
-    return num_elements(piece.box.sizes) * item_bytes(item.dtype)
+def is_worth_locating(item: StoredItem) -> bool:
+    """Tell whether to find out where an item's payload lies before fetching it."""
+    return can_be_located(item) and item.record.num_bytes > _WHOLE_RECORD_BYTES
 
 
-def window(data: memoryview, request: Request, wanted: ByteRange) -> memoryview:
-    """Return the bytes of an object's range out of a request's answer."""
-    start = wanted.start - request.range.start
-    return data[start : start + wanted.num_bytes]
+def can_be_located(item: StoredItem) -> bool:
+    """Tell whether an item is a record whose head may say where its elements lie."""
+    return item.kind == "record" and not item.transforms and item.checksums is None
 
 
-def part_of_target(piece: Piece, slot: Slot) -> torch.Tensor:
+def locate(store: Store, item: StoredItem) -> tuple[StoredItem, list[int]]:
+    """Look into a record's head, by one small request nearly always.
+
+    Returns:
+        The item, raw if it is a plain tensor, and the bytes of each request.
+    """
+    sizes = [HEAD_BYTES]
+    while True:
+        start = item.record.start
+        head = store.get_range(item.key, start, start + sizes[-1])
+        answer = parse_record_head(head, item.record.num_bytes)
+        if not isinstance(answer, NeedMoreBytes):
+            return as_raw(item, answer), sizes
+        sizes.append(answer.num_bytes)
+
+
+# --- bytes into targets -----------------------------------------------------------------
+
+
+def part_of_target(piece: Piece) -> torch.Tensor:
     """Return the elements of the target that a piece of a raw item brings."""
-    (target,) = slot.targets
-    box, item = piece.box, slot.item
-    assert box is not None
-    assert target.tensor is not None
-    offsets = target.read_item.storage_offsets
-    if piece.is_flat:
+    tensor, item = piece.target.tensor, piece.target.item
+    assert tensor is not None
+    first = piece.target.read_item.storage_offsets
+    if piece.box is None:
         strides = row_major_strides(item.sizes)
-        first = sum(o * s for o, s in zip(offsets, strides, strict=True))
-        return target.tensor.view(-1).narrow(0, box.offsets[0] - first, box.sizes[0])
-    part = target.tensor
-    for dim, (start, offset, size) in enumerate(zip(box.offsets, offsets, box.sizes, strict=True)):
-        part = part.narrow(dim, start - offset, size)
-    return part
+        before = sum(o * s for o, s in zip(first, strides, strict=True))
+        element_bytes = item_bytes(item.dtype)
+        start = (piece.span.start - item.payload.start) // element_bytes - before
+        return tensor.view(-1).narrow(0, start, piece.span.num_bytes // element_bytes)
+    offsets, sizes = piece.box
+    return narrow(tensor, [a - b for a, b in zip(offsets, first, strict=True)], sizes)
 
 
-def copy_piece(piece: Piece, data: memoryview, slot: Slot) -> None:
+def copy_piece(piece: Piece, data: memoryview) -> None:
     """Copy a piece into its target.
 
     Args:
         piece: A part of a raw item.
         data: The bytes of its ``fetch`` range, or only those that are its own.
-        slot: Its target.
     """
-    box, item = piece.box, slot.item
-    assert box is not None
-    if len(data) < piece.fetch.num_bytes:
-        strides, nowhere = row_major_strides(box.sizes), (0,) * len(box.sizes)
-        part = part_of_target(piece, slot)
-        copy_box_in(data, 0, dtype_from_name(item.dtype), strides, nowhere, box.sizes, part)
-        return
-    copy_box_in(
-        data,
-        piece.fetch.start - item.payload.start,
-        dtype_from_name(item.dtype),
-        (1,) if piece.is_flat else row_major_strides(item.sizes),
-        box.offsets,
-        box.sizes,
-        part_of_target(piece, slot),
-    )
+    item, part = piece.target.item, part_of_target(piece)
+    start = piece.fetch.start - item.payload.start
+    strides, box = row_major_strides(item.sizes), piece.box
+    if box is None:  # elements of the flattened chunk
+        first = (piece.span.start - item.payload.start) // item_bytes(item.dtype)
+        strides, box = (1,), ((first,), tuple(part.shape))
+    elif len(data) < piece.fetch.num_bytes:
+        start, strides, box = 0, row_major_strides(box[1]), ((0,) * len(box[1]), box[1])
+    copy_box_in(data, start, dtype_from_name(item.dtype), strides, *box, part)
 
 
 def copy_inline(item: StoredItem, payload: bytes, target: Target) -> None:
     """Copy a target's box out of the payload of a chunk that the manifest holds."""
     assert target.tensor is not None
-    is_whole = tuple(target.read_item.lengths) == item.sizes == tuple(target.tensor.shape)
+    offsets, sizes = target.box
+    is_whole = sizes == item.sizes == tuple(target.tensor.shape) and not any(offsets)
     is_exact = is_whole and target.tensor.dtype == dtype_from_name(item.dtype)
-    is_first = not any(target.read_item.storage_offsets)
-    if not (is_exact and is_first and set_payload(target.tensor, payload)):
+    if not (is_exact and set_payload(target.tensor, payload)):
         copy_box(item, memoryview(payload), target)
 
 
 def copy_box(item: StoredItem, payload: memoryview, target: Target) -> None:
     """Copy a target's box out of the whole payload of its chunk."""
     assert target.tensor is not None
-    offsets = tuple(target.read_item.storage_offsets)
-    sizes = tuple(target.read_item.lengths)
-    _check_inside(item, offsets, sizes, target.fqn)
+    check_inside(item.sizes, target)
     dtype = dtype_from_name(item.dtype)
-    copy_box_in(payload, 0, dtype, row_major_strides(item.sizes), offsets, sizes, target.tensor)
+    copy_box_in(payload, 0, dtype, row_major_strides(item.sizes), *target.box, target.tensor)
 
 
 def copy_decoded(tensor: torch.Tensor, target: Target) -> None:
     """Copy a target's box out of a chunk that was decoded as a whole."""
     assert target.tensor is not None
-    offsets = tuple(target.read_item.storage_offsets)
-    sizes = tuple(target.read_item.lengths)
-    _check_box(tuple(tensor.shape), target.item, offsets, sizes, target.fqn)
+    offsets, sizes = target.box
+    check_inside(tuple(tensor.shape), target)
     try:
         if tuple(tensor.shape) != sizes:  # sparse ones, and their like, are only read whole
-            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                tensor = tensor.narrow(dim, offset, size)
+            tensor = narrow(tensor, offsets, sizes)
         copy_opaque_in(tensor, target.tensor)
     except (NotImplementedError, RuntimeError) as error:
         raise IncompatibleError(
@@ -372,181 +385,92 @@ def copy_decoded(tensor: torch.Tensor, target: Target) -> None:
         ) from error
 
 
-def _check_inside(
-    item: StoredItem, offsets: tuple[int, ...], sizes: tuple[int, ...], fqn: str
-) -> None:
-    _check_box(item.sizes, item, offsets, sizes, fqn)
+def check_inside(chunk: tuple[int, ...], target: Target) -> None:
+    """Check that a target's box lies in its chunk.
 
-
-def _check_box(
-    chunk: tuple[int, ...],
-    item: StoredItem,
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-    fqn: str,
-) -> None:
+    Raises:
+        CorruptError: If it does not: the metadata promise another chunk than is stored.
+    """
+    offsets, sizes = target.box
     fits = len(chunk) == len(sizes) and all(
         offset >= 0 and offset + size <= stored
         for offset, size, stored in zip(offsets, sizes, chunk, strict=True)
     )
     if not fits:
+        item = target.item
         raise CorruptError(
-            f"{fqn!r}: the metadata promises elements {offsets} + {sizes} of a chunk, and the"
-            f" chunk stored in {item.key} has shape {chunk}",
+            f"{target.fqn!r}: the metadata promises elements {offsets} + {sizes} of a chunk, and"
+            f" the chunk stored in {item.key} has shape {chunk}",
+            key=item.key,
+            start=item.record.start,
+            end=item.record.end,
+            fqn=target.fqn,
+        )
+
+
+def decode(target: Target, url: str, registry: Any) -> None:
+    """Turn a whole record, just collected, into the values of its targets.
+
+    Args:
+        target: Complete.
+        url: Of the checkpoint, for messages.
+        registry: DCP's extension registry; None for torch's own.
+
+    Raises:
+        CorruptError: If an extension cannot be undone.
+    """
+    item = target.item
+    content, target.content = target.content, None
+    assert isinstance(content, memoryview)
+    if item.transforms:
+        content = memoryview(_untransform(item, content, url, registry))
+    if target.tensor is None:
+        target.content = bytes(content)
+        return
+    raw = as_raw(item, parse_record_head(content, len(content)))
+    if raw.kind == "raw":
+        start = raw.payload.start - raw.record.start
+        for one in (target, *target.twins):
+            copy_box(raw, content[start : start + raw.payload.num_bytes], one)
+    else:
+        tensor = decode_tensor(item, content, url, target.fqn)
+        for one in (target, *target.twins):
+            copy_decoded(tensor, one)
+
+
+def decode_tensor(item: StoredItem, content: Buffer, url: str, fqn: str) -> torch.Tensor:
+    """Return the tensor of a record that is more than elements.
+
+    Raises:
+        CorruptError: If the record holds none, or names what torch does not hold safe.
+    """
+    try:
+        return decode_opaque(content)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CorruptError(
+            f"{url}: object {item.key}, bytes [{item.record.start}, {item.record.end}): the record"
+            f" of {fqn!r} is no tensor that torch opens: {error!s:.500}",
             key=item.key,
             start=item.record.start,
             end=item.record.end,
             fqn=fqn,
-        )
+        ) from error
 
 
-# The answer takes 0.16 s of a 100 MB/s connection, beside which a delay of 0.03 s counts little.
-MOST_LANDING_BYTES = 16 << 20
-"""Longest request that is received straight into its targets."""
-
-_LEAST_PIECE_BYTES = 1 << 16  # on average; smaller ones cost less to copy
-_MOST_GAP_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one piece goes.
-
-    Attributes:
-        part: Its elements of the target.
-        memory: Theirs, and around it what takes the rest of the outermost checksum blocks.
-    """
-
-    part: torch.Tensor
-    memory: tuple[memoryview, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """A request, and where its bytes go.
-
-    Attributes:
-        request: What to fetch.
-        memory: For all of the request's bytes.
-        places: Per piece of the request.
-    """
-
-    request: Request
-    memory: tuple[memoryview, ...]
-    places: tuple[_Place, ...]
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Memory that is not the targets' own."""
-        return self.request.range.num_bytes - sum(p.span.num_bytes for p in self.request.pieces)
-
-    def open(self) -> Destination:
-        """Return what one fetch takes; it may be revoked."""
-        return Destination(self.memory)
-
-    @property
-    def contents(self) -> Iterator[tuple[memoryview, ...]]:
-        """The bytes of each piece."""
-        return (place.memory for place in self.places)
-
-    def note_written(self) -> None:
-        """Tell autograd that the targets changed."""
-        for place in self.places:
-            note_written(place.part)
-
-
-def plan_landings(
-    requests: Sequence[Request],
-    slots: Sequence[Slot],
-    *,
-    num_in_flight: Callable[[], int],
-    least_bytes: int,
-) -> Iterator[Request | Landing]:
-    """Find the requests that can land, and join them. Keeps the order.
-
-    Each is joined up to one connection's share of what is left, so that requests become
-    shorter towards the end, and all connections end at about the same time.
-
-    Args:
-        requests: By object and offset.
-        slots: The targets, by number.
-        num_in_flight: How many the store is asked for at a time, as far as is known now.
-        least_bytes: Do not join to less.
-    """
-    left_bytes = sum(request.range.num_bytes for request in requests)
-    most_bytes = 0
-    joined: list[tuple[Request, tuple[_Place, ...]]] = []
-    for request in requests:
-        places = _find_places(request, slots)
-        if joined and not (places and _may_follow(joined, request, most_bytes)):
-            yield _landing(joined)
-            joined = []
-        if not joined:
-            share = left_bytes // num_in_flight()
-            most_bytes = min(max(share, least_bytes), MOST_LANDING_BYTES)
-        if places:
-            joined.append((request, places))
-        else:
-            yield request
-        left_bytes -= request.range.num_bytes
-    if joined:
-        yield _landing(joined)
-
-
-def _may_follow(
-    joined: Sequence[tuple[Request, tuple[_Place, ...]]], request: Request, most_bytes: int
-) -> bool:
-    first, last = joined[0][0], joined[-1][0]
-    return (
-        request.key == first.key
-        and request.range.end - first.range.start <= most_bytes
-        and 0 <= request.range.start - last.range.end <= _MOST_GAP_BYTES
-    )
-
-
-def _landing(joined: Sequence[tuple[Request, tuple[_Place, ...]]]) -> Landing:
-    requests = [request for request, _ in joined]
-    whole = ByteRange(requests[0].range.start, requests[-1].range.end)
-    pieces = tuple(piece for request in requests for piece in request.pieces)
-    places = tuple(place for _, found in joined for place in found)
-    memory = []
-    at = whole.start
-    for piece, place in zip(pieces, places, strict=True):
-        if piece.fetch.start > at:
-            memory.append(_scratch(piece.fetch.start - at))
-        memory.extend(place.memory)
-        at = piece.fetch.end
-    return Landing(Request(requests[0].key, whole, pieces), tuple(memory), places)
-
-
-def _find_places(request: Request, slots: Sequence[Slot]) -> tuple[_Place, ...]:
-    """Return the memory of all pieces; nothing if some need more than to be received."""
-    if request.range.num_bytes < _LEAST_PIECE_BYTES * len(request.pieces):
-        return ()
-    places = []
-    at = request.range.start
-    for piece in request.pieces:
-        place = _find_place(piece, slots[piece.slot])
-        if place is None or not 0 <= piece.fetch.start - at <= _MOST_GAP_BYTES:
-            return ()
-        places.append(place)
-        at = piece.fetch.end
-    return tuple(places)
-
-
-def _find_place(piece: Piece, slot: Slot) -> _Place | None:
-    if piece.box is None:
-        return None
-    part = part_of_target(piece, slot)
-    if part.dtype != dtype_from_name(slot.item.dtype):
-        return None
-    array = writable_payload(part)
-    if array is None or array.nbytes != piece.span.num_bytes:
-        return None
-    before = piece.span.start - piece.fetch.start
-    after = piece.fetch.end - piece.span.end
-    return _Place(part, (_scratch(before), array.data, _scratch(after)))
-
-
-def _scratch(num_bytes: int) -> memoryview:
-    return memoryview(bytearray(num_bytes))
+def _untransform(item: StoredItem, content: memoryview, url: str, registry: Any) -> bytes:
+    stream: Any = RangeView.over_buffer(content)
+    extensions = registry or default_extension_registry()
+    try:
+        for extension in extensions.from_descriptor_list(item.transforms):
+            stream = extension.transform_from(stream)
+        return bytes(stream.read(-1))
+    except Exception as error:
+        raise CorruptError(
+            f"{url}: object {item.key}, bytes [{item.record.start}, {item.record.end}): cannot"
+            f" undo the extensions {item.transforms}: {error!r}",
+            key=item.key,
+            start=item.record.start,
+            end=item.record.end,
+        ) from error

@@ -81,9 +81,8 @@ import itertools
 import math
 import os
 import pickle
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,14 +114,14 @@ from dcpstore.format.zip import Member, ReadAt, contents_offset
 from dcpstore.ranks import Pending, RankGroup, SingleGroup, steps
 from dcpstore.ranks.agreement import Ranks, join_ranks, plain_cause_of_one
 from dcpstore.ranks.transport import tree_children, tree_parent
-from dcpstore.read.plan import Piece, Pieces, Request, Want, join_pieces, plan_pieces
-from dcpstore.read.pump import ReadStats
-from dcpstore.read.targets import Slot, Target, copy_piece, resolve_targets, window
+from dcpstore.read.plan import Request, join_pieces, plan_pieces
+from dcpstore.read.pump import Pump, ReadStats
+from dcpstore.read.targets import Piece, Target, copy_piece, resolve_targets
 from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
 from dcpstore.report import Meter
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
-from dcpstore.store.budget import ByteBudget, Cancelled
+from dcpstore.store.budget import ByteBudget
 from dcpstore.store.folder import Folder
 from dcpstore.store.location import file_location, redact
 from dcpstore.store.ranges import ByteRange, row_major_strides
@@ -872,19 +871,17 @@ class Filler:
         self._budget = ByteBudget(budget_bytes)
         self._what = what
         self._stats = stats
-        self._executor = ThreadPoolExecutor(config.max_requests, "dcpstore-fill")
+        self._pump = Pump(config.max_requests, "dcpstore-fill")
         self._driver = ThreadPoolExecutor(1, "dcpstore-wave")
         self._starts: dict[str, int] = {}
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
 
     def __enter__(self) -> Filler:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._stop.set()
+        self._pump.stop()
         self._driver.shutdown(wait=True)
-        self._executor.shutdown(wait=True)
+        self._pump.__exit__(kind, error, trace)
 
     @property
     def peak_bytes(self) -> int:
@@ -922,91 +919,53 @@ class Filler:
         guesses = {key: self._members[key].expected_offset(1) for key in sorted(keys)}
         lost = [key for key, guess in guesses.items() if guess is None]
         headers = [_header(self._members[key]) for key in lost]
-        for key, header, data in zip(
-            lost, headers, self._executor.map(lambda h: self._read_at(*h), headers), strict=True
-        ):
-            self._count(header)
+        calls = ((1, partial(self._read_at, *header)) for header in headers)
+        found = self._pump.in_order(calls, len(headers))
+        for key, header, data in zip(lost, headers, found, strict=True):
+            self._stats.count(header.num_bytes)
             self._starts[key] = contents_offset(self._members[key], data, self._what)
         return {key: guess for key, guess in guesses.items() if guess is not None}
 
     def _plan(
         self, boxes: Sequence[FileBox], guesses: Mapping[str, int]
-    ) -> tuple[list[_Filling], list[str], tuple[Request, ...]]:
-        """Return what to fill, the storages whose headers to read along, and the requests."""
+    ) -> tuple[dict[Target, _Filling | str], list[Request]]:
+        """Return the requests, and what to fill or the storage whose header to read, per target."""
         starts = {**self._starts, **guesses}
         fillings = [_Filling(box, starts[box.source.place.storage_key]) for box in boxes]
-        headers = list(guesses)
-        wants = [one.slot.want(number) for number, one in enumerate(fillings)]
-        pieces = self._cut(wants, self._request_bytes)
-        looks = [
-            Want(len(fillings) + number, _header_item(self._members[key]))
-            for number, key in enumerate(headers)
-        ]
-        by_key = {
-            _FILE: [
-                *pieces.by_key.get(_FILE, ()),
-                *self._cut(looks, _MAX_HEADER_BYTES).by_key.get(_FILE, ()),
-            ]
-        }
-        for number, one in enumerate(fillings):
-            one.slot.missing = pieces.per_slot[number]
+        headers = {_header_target(self._members[key]): key for key in guesses}
+        bounds: Any = {"join_gap_bytes": self._config.join_gap_bytes, "verify": False}
+        filled = plan_pieces(
+            [one.target for one in fillings], request_bytes=self._request_bytes, **bounds
+        )
+        looks = plan_pieces(headers, request_bytes=_MAX_HEADER_BYTES, **bounds)
         # So that a header travels with the first bytes behind it.
-        room = max((guesses[key] - self._members[key].header_offset for key in headers), default=0)
+        room = max((guesses[key] - self._members[key].header_offset for key in guesses), default=0)
         requests = join_pieces(
-            by_key,
+            {_FILE: [*filled.get(_FILE, ()), *looks.get(_FILE, ())]},
             request_bytes=self._request_bytes + room,
             join_gap_bytes=self._config.join_gap_bytes,
         )
-        return fillings, headers, requests
-
-    def _cut(self, wants: Sequence[Want], request_bytes: int) -> Pieces:
-        return plan_pieces(
-            wants,
-            request_bytes=request_bytes,
-            join_gap_bytes=self._config.join_gap_bytes,
-            verify=False,
-        )
+        return {**{one.target: one for one in fillings}, **headers}, requests
 
     def _serve_all(
-        self, fillings: Sequence[_Filling], headers: Sequence[str], requests: Sequence[Request]
+        self, users: Mapping[Target, _Filling | str], requests: Sequence[Request]
     ) -> None:
-        futures: list[Future[None]] = []
-        try:
-            for request in requests:
-                self._count(request.range)
-                self._budget.acquire(request.range.num_bytes, cancelled=self._stop.is_set)
-                futures.append(self._executor.submit(self._serve, request, fillings, headers))
-        except Cancelled:
-            pass
-        wait(futures)
-        if self._error is not None:
-            raise self._error
+        for request in requests:
+            self._stats.count(request.range.num_bytes)
+        calls = [
+            (request.range.num_bytes, partial(self._serve, request, users)) for request in requests
+        ]
+        self._pump.run(calls, self._budget)
 
-    def _serve(
-        self, request: Request, fillings: Sequence[_Filling], headers: Sequence[str]
-    ) -> None:
-        try:
-            if self._stop.is_set():
-                return
-            data = self._read_at(*request.range)
-            for piece in request.pieces:
-                if piece.slot >= len(fillings):
-                    member = self._members[headers[piece.slot - len(fillings)]]
-                    header = window(data, request, piece.span)
-                    start = contents_offset(member, header, self._what)
-                    self._starts[headers[piece.slot - len(fillings)]] = start
-                    continue
-                fillings[piece.slot].take(piece, window(data, request, piece.fetch))
-        except BaseException as error:  # noqa: BLE001 - kept, and raised again by the caller
-            if not self._stop.is_set():
-                self._error = error
-            self._stop.set()
-        finally:
-            self._budget.release(request.range.num_bytes)
-
-    def _count(self, span: ByteRange) -> None:
-        self._stats.num_requests += 1
-        self._stats.fetched_bytes += span.num_bytes
+    def _serve(self, request: Request, users: Mapping[Target, _Filling | str]) -> None:
+        data = self._read_at(*request.range)
+        for piece in request.pieces:
+            user = users[piece.target]
+            if isinstance(user, _Filling):
+                user.take(piece, request.window(data, piece.fetch))
+            else:
+                header = request.window(data, piece.span)
+                self._starts[user] = contents_offset(self._members[user], header, self._what)
 
 
 class _Filling:
@@ -1037,12 +996,12 @@ class _Filling:
         stored = StoredItem(
             _FILE, payload, "raw", payload, dtype=dtype_name(place.dtype), sizes=sizes
         )
-        self.slot = Slot(stored, [Target(_read_item(offsets, tensor.shape), stored, tensor)])
+        self.target = Target(_read_item(offsets, tensor.shape), stored, tensor)
 
     def take(self, piece: Piece, data: memoryview) -> None:
         """Take the bytes of a piece; with the last one the box is done. Any thread."""
-        copy_piece(piece, data, self.slot)
-        if self.slot.is_complete_after_one_more():
+        copy_piece(piece, data)
+        if self.target.is_complete_after_one_more():
             self._finish()
 
     def _finish(self) -> None:
@@ -1066,8 +1025,9 @@ def _header(member: Member) -> ByteRange:
     return ByteRange(member.header_offset, member.names_end)
 
 
-def _header_item(member: Member) -> StoredItem:
-    return StoredItem(_FILE, _header(member), "bytes", _header(member))
+def _header_target(member: Member) -> Target:
+    item = StoredItem(_FILE, _header(member), "bytes", _header(member))
+    return Target(_read_item((), ()), item)
 
 
 Messages: TypeAlias = Sequence[memoryview]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class ByteRange(NamedTuple):
@@ -18,19 +21,51 @@ class ByteRange(NamedTuple):
         return self.end - self.start
 
 
+def group(
+    items: Iterable[T],
+    span_of: Callable[[T], ByteRange],
+    *,
+    max_gap_bytes: int = 0,
+    max_bytes: Callable[[], int] = lambda: sys.maxsize,
+    may_overlap: bool = True,
+) -> Iterator[tuple[ByteRange, list[T]]]:
+    """Put neighbours together: those that overlap, touch, or lie close to each other.
+
+    Args:
+        items: In any order; one that starts before its group does begins another.
+        span_of: Says where an item lies.
+        max_gap_bytes: Widest hole between an item and the group that it joins.
+        max_bytes: Asked for each group how long it may become. A longer item is alone.
+        may_overlap: Whether items that overlap may be in one group.
+
+    Returns:
+        What each group spans, and its items in their order.
+    """
+    found: list[T] = []
+    start = end = most_bytes = 0
+    for item in items:
+        first, last = span_of(item)
+        least = start if may_overlap else end
+        is_near = found and least <= first <= end + max_gap_bytes
+        if is_near and max(end, last) - start <= most_bytes:
+            found.append(item)
+            end = max(end, last)
+            continue
+        if found:
+            yield ByteRange(start, end), found
+        found, start, end, most_bytes = [item], first, last, max_bytes()
+    if found:
+        yield ByteRange(start, end), found
+
+
 def join(ranges: Iterable[ByteRange], *, max_gap_bytes: int = 0) -> list[ByteRange]:
     """Join ranges that overlap, touch, or lie at most ``max_gap_bytes`` apart.
 
     Returns:
         Disjoint ranges in ascending order. Empty ranges vanish.
     """
-    joined: list[ByteRange] = []
-    for one in sorted(r for r in ranges if r.end > r.start):
-        if joined and one.start - joined[-1].end <= max_gap_bytes:
-            joined[-1] = ByteRange(joined[-1].start, max(joined[-1].end, one.end))
-        else:
-            joined.append(one)
-    return joined
+    ordered = sorted(one for one in ranges if one.end > one.start)
+    return [whole for whole, _ in group(ordered, lambda one: one, max_gap_bytes=max_gap_bytes)]
 
 
 def cut(whole: ByteRange, max_bytes: int, *, align_bytes: int = 1) -> Iterator[ByteRange]:

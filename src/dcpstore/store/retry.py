@@ -22,6 +22,7 @@ that the store denies says nothing of the first one, whose answer was a 503.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -30,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
-from dcpstore.errors import AlreadyExistsError, CheckpointError, StoreError
+from dcpstore.errors import AlreadyExistsError, CheckpointError, CorruptError, StoreError
 from dcpstore.store.base import Call, ObjectInfo, Store, WrappedStore
 
 
@@ -133,6 +134,8 @@ class AdaptiveLimiter:
 def _rebuild(max_limit: int, min_limit: int, window_s: float) -> AdaptiveLimiter:
     return AdaptiveLimiter(max_limit, min_limit=min_limit, window_s=window_s)
 
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _LONGEST_SHARE = 0.4  # of the deadline: two tries, and the waits between them, fit in
@@ -431,6 +434,19 @@ def call_with_retries(
                 raise _given_up(error, before, num_failures, spent_s) from error
             before = error
         sleep(delay_s)
+
+
+def read_twice_if_damaged(read: Callable[[], _T]) -> _T:
+    """Read and check, and once more if that fails, in case bytes were damaged on the way.
+
+    Raises:
+        CorruptError: If the second answer is damaged, too.
+    """
+    try:
+        return read()
+    except CorruptError as error:
+        logger.warning("%s; fetching it again in case it was damaged on the way", error)
+        return read()
 
 
 def _if_retryable(error: StoreError) -> bool:

@@ -37,10 +37,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -68,8 +69,10 @@ from dcpstore.format.keys import METADATA_KEY, data_key, save_id_of
 from dcpstore.format.manifest import DataObject, StoredItem
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import Checkpoint
+from dcpstore.read.pump import Pump
 from dcpstore.report import Meter
 from dcpstore.store.base import Store, server_copier
+from dcpstore.store.budget import bytes_in_flight
 from dcpstore.store.ranges import ByteRange, cut, join
 from dcpstore.write.commit import Proof, probe, sweep
 from dcpstore.write.job import Written
@@ -176,12 +179,12 @@ class ObjectCheck:
 @contextmanager
 def pass_through(
     store: Store, objects: Iterable[tuple[str, int]], config: ReadConfig
-) -> Iterator[Iterator[tuple[str, memoryview]]]:
+) -> Iterator[Iterator[memoryview]]:
     """Give an iterator over the bytes of objects, each front to back, fetched ahead.
 
     Args:
         store: Where they lie.
-        objects: Key and size of each; an empty one yields one empty piece.
+        objects: Key and size of each.
         config: Half of its budget is asked for at a time.
 
     Raises:
@@ -196,38 +199,15 @@ def pass_through(
 @contextmanager
 def pass_ranges(
     store: Store, ranges: Iterable[tuple[str, ByteRange]], config: ReadConfig
-) -> Iterator[Iterator[tuple[str, memoryview]]]:
+) -> Iterator[Iterator[memoryview]]:
     """As `pass_through`, of ranges of objects."""
-    max_ahead = max(1, min(config.max_requests, config.budget_bytes // 2 // config.request_bytes))
-    executor = ThreadPoolExecutor(max_ahead, "dcpstore-pass")
-    try:
-        fetches = (
-            (key, executor.submit(store.get_range, key, *span))
-            for key, span in _requests(ranges, config.request_bytes)
-        )
-        yield _in_order(fetches, max_ahead)
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _in_order(
-    fetches: Iterator[tuple[str, Future[memoryview]]], max_ahead: int
-) -> Iterator[tuple[str, memoryview]]:
-    """Yield what was fetched; with what the caller works on, ``max_ahead`` pieces are held."""
-    ahead = deque(islice(fetches, max_ahead))
-    while ahead:
-        key, future = ahead.popleft()
-        yield key, future.result()
-        del future
-        ahead.extend(islice(fetches, 1))
-
-
-def _requests(
-    ranges: Iterable[tuple[str, ByteRange]], request_bytes: int
-) -> Iterator[tuple[str, ByteRange]]:
-    for key, whole in ranges:
-        for span in list(cut(whole, request_bytes)) or [whole]:
-            yield key, span
+    requests = (
+        (span.num_bytes, partial(store.get_range, key, *span))
+        for key, whole in ranges
+        for span in cut(whole, config.request_bytes)
+    )
+    with Pump(config.max_requests, "dcpstore-pass") as pump:
+        yield pump.in_order(requests, bytes_in_flight(config.budget_bytes))
 
 
 logger = logging.getLogger(__name__)
@@ -390,11 +370,11 @@ def _copy_through(
     return outputs.stored, crcs
 
 
-def _next_bytes(pieces: Iterator[tuple[str, memoryview]], num_bytes: int) -> Iterator[memoryview]:
+def _next_bytes(pieces: Iterator[memoryview], num_bytes: int) -> Iterator[memoryview]:
     """Yield the pieces of the next object or range."""
     at = 0
     while at < num_bytes:
-        _, data = next(pieces)
+        data = next(pieces)
         at += len(data)
         yield data
         del data

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 from math import prod
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -33,8 +33,10 @@ from dcpstore.plan.values import ValueRecord
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import BoxRead, Checkpoint
 from dcpstore.read.discovery import Discovered, discover
+from dcpstore.read.pump import Pump
 from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder
+from dcpstore.store.ranges import row_major_strides
 
 T = TypeVar("T")
 
@@ -109,9 +111,9 @@ def plan_blocks(
         checkpoint.locate([fqn])
     if all(item.kind == "raw" for item in checkpoint.items_of(fqn)):
         boxes = bands(
-            sizes, whole.offsets, sizes, dtype.itemsize, max_bytes=block_bytes, max_gap_bytes=0
+            row_major_strides(sizes), whole.offsets, sizes, dtype.itemsize, max_bytes=block_bytes
         )
-        return [_box(whole, box.offsets, box.sizes) for box in boxes]
+        return [_box(whole, *box) for box in boxes]
     return [
         _box(whole, (first, *whole.offsets[1:]), (end - first, *sizes[1:]))
         for first, end in _merged(groups, block_bytes // row_bytes)
@@ -163,22 +165,13 @@ def read_blocks(
         block_bytes: Memory for the blocks read at a time; there are two such memories. A
             larger block has its own.
     """
-    with ThreadPoolExecutor(1, "dcpstore-blocks") as executor:
-        yield _read_ahead(executor, checkpoint, blocks, block_bytes)
-
-
-def _read_ahead(
-    executor: ThreadPoolExecutor, checkpoint: Checkpoint, blocks: Iterable[Block], block_bytes: int
-) -> Iterator[tuple[Block, Content]]:
     memories = [torch.empty(block_bytes, dtype=torch.uint8) for _ in range(2)]
-    ahead = None
-    for number, batch in enumerate(_batches(blocks, block_bytes)):
-        coming = executor.submit(_read_batch, checkpoint, batch, memories[number % 2])
-        if ahead is not None:
-            yield from ahead.result()
-        ahead = coming
-    if ahead is not None:
-        yield from ahead.result()
+    batches = (
+        (1, partial(_read_batch, checkpoint, batch, memories[number % 2]))
+        for number, batch in enumerate(_batches(blocks, block_bytes))
+    )
+    with Pump(1, "dcpstore-blocks") as pump:
+        yield chain.from_iterable(pump.in_order(batches, 2))
 
 
 def _batches(blocks: Iterable[Block], block_bytes: int) -> Iterator[list[Block]]:

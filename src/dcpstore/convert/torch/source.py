@@ -17,19 +17,21 @@ import mmap
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from math import prod
 
 import torch
 from typing_extensions import Self
 
 from dcpstore.errors import CorruptError
+from dcpstore.format.boxes import bands
 from dcpstore.format.copying import copy_box_in
+from dcpstore.read.pump import Call, Pump
 from dcpstore.read.torch_file import TensorPlace, TorchFile
 from dcpstore.report import Meter
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.ranges import ByteRange, group
+from dcpstore.torch_private import narrow
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32 of ISO 3309, bits reversed, as zlib has it
 
@@ -78,7 +80,6 @@ def _apply(images: tuple[int, ...], value: int) -> int:
     return out
 
 
-_NOWHERE = ByteRange(0, 0)
 _LEAST_MAPPED_BYTES = 1 << 20
 _JOIN_GAP_BYTES = 64 << 10  # descriptor, header and padding lie between neighbours
 
@@ -108,63 +109,48 @@ class WantedBox:
         return prod(self.sizes) * self.place.dtype.itemsize
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Task:
-    """One request: parts of boxes, by their number, that lie close together."""
+    """One request: parts of boxes that lie close together.
 
-    parts: list[tuple[int, WantedBox]] = field(default_factory=list)
-    span: ByteRange = _NOWHERE
+    Attributes:
+        parts: Number of the box, and a part of it.
+        span_bytes: Bytes of the file that it reads.
+        num_complete: How many boxes are there when this and all earlier tasks are done.
+    """
+
+    parts: Sequence[tuple[int, WantedBox]]
+    span_bytes: int
+    num_complete: int
 
 
 def bands_of(box: WantedBox, max_bytes: int) -> Iterator[WantedBox]:
-    """Cut a box along the dimensions of its longest steps, so that few bytes span each part.
-
-    Args:
-        box: Any box; an empty one yields nothing.
-        max_bytes: No part has or spans more, unless it is a single element.
-    """
-    if 0 in box.sizes:
-        return
-    strides, item = box.place.strides, box.place.dtype.itemsize
-    axes = [axis for axis, size in enumerate(box.sizes) if size > 1]
-    axis = max(axes, key=lambda one: (strides[one], box.sizes[one]), default=None)
-    if max(box.span.num_bytes, box.num_bytes) <= max_bytes or axis is None:
-        yield box
-        return
-    row = _narrowed(box, axis, 0, 1)
-    step = strides[axis] * item
-    count = box.sizes[axis]
-    if step:
-        count = min(count, 1 + max(0, max_bytes - row.span.num_bytes) // step)
-    count = max(1, min(count, max_bytes // row.num_bytes))
-    for first in range(0, box.sizes[axis], count):
-        part = _narrowed(box, axis, first, min(count, box.sizes[axis] - first))
-        yield from bands_of(part, max_bytes)
-
-
-def _narrowed(box: WantedBox, axis: int, first: int, count: int) -> WantedBox:
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[axis] += first
-    sizes[axis] = count
-    return WantedBox(box.place, tuple(offsets), tuple(sizes))
+    """Cut a box into parts that neither have nor span more than ``max_bytes``."""
+    place = box.place
+    for part in bands(
+        place.strides, box.offsets, box.sizes, place.dtype.itemsize, max_bytes=max_bytes
+    ):
+        yield WantedBox(place, *part)
 
 
 def _tasks(boxes: Sequence[WantedBox], file: TorchFile, request_bytes: int) -> Iterator[_Task]:
     """Join what lies close together in the file, in the order of the boxes."""
-    task = _Task()
-    for number, box in enumerate(boxes):
-        member = file.storages[box.place.storage_key].member
-        for part in bands_of(box, request_bytes):
-            at = ByteRange(member.header_offset + part.span.start, member.names_end + part.span.end)
-            joined = ByteRange(min(task.span.start, at.start), max(task.span.end, at.end))
-            is_near = at.start >= task.span.start and at.start - task.span.end <= _JOIN_GAP_BYTES
-            if task.parts and not (is_near and joined.num_bytes <= request_bytes):
-                yield task
-                task = _Task()
-            task.span = joined if task.parts else at
-            task.parts.append((number, part))
-    if task.parts:
-        yield task
+    parts = [
+        (number, part) for number, box in enumerate(boxes) for part in bands_of(box, request_bytes)
+    ]
+
+    def span_of(numbered: tuple[int, WantedBox]) -> ByteRange:
+        _, part = numbered
+        member = file.storages[part.place.storage_key].member
+        return ByteRange(member.header_offset + part.span.start, member.names_end + part.span.end)
+
+    num_taken = 0
+    for span, joined in group(
+        parts, span_of, max_gap_bytes=_JOIN_GAP_BYTES, max_bytes=lambda: request_bytes
+    ):
+        num_taken += len(joined)
+        num_complete = parts[num_taken][0] if num_taken < len(parts) else len(boxes)
+        yield _Task(joined, span.num_bytes, num_complete)
 
 
 def _allocate(box: WantedBox) -> torch.Tensor:
@@ -205,17 +191,14 @@ class ReadAhead:
     ) -> None:
         self._file = file
         self._boxes = boxes
-        self._budget_bytes = budget_bytes
         self._meter = meter
-        limit = min(request_bytes, max(1, budget_bytes // 4))
-        self._waiting = _tasks(boxes, file, limit)
-        self._next = next(self._waiting, None)
-        self._max_requests = max(1, min(max_requests, budget_bytes // 2 // limit))
-        self._executor = ThreadPoolExecutor(self._max_requests, "dcpstore-read-torch")
+        request_bytes = min(request_bytes, max(1, budget_bytes // 4))
+        num_requests = max(1, min(max_requests, budget_bytes // 2 // request_bytes))
+        self._pump = Pump(num_requests, "dcpstore-read-torch")
+        calls = map(self._call, _tasks(boxes, file, request_bytes))
+        self._done = self._pump.in_order(calls, budget_bytes // 2)
+        self._num_complete = 0
         self._tensors: dict[int, torch.Tensor] = {}
-        self._running: dict[int, list[Future[None]]] = defaultdict(list)
-        self._held_bytes = 0
-        self._taken = -1
         self._crcs: dict[str, dict[ByteRange, int]] = defaultdict(dict)
         self.fetched_bytes = 0
         """Bytes asked for so far."""
@@ -226,7 +209,7 @@ class ReadAhead:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._pump.__exit__(kind, error, trace)
 
     def take(self, number: int) -> torch.Tensor:
         """Return a box as a contiguous CPU tensor of its own; it is the caller's.
@@ -239,14 +222,11 @@ class ReadAhead:
             ConflictError: If it was replaced.
             StoreError: If the store refuses.
         """
-        for earlier in range(max(self._taken, 0), number):
-            self._held_bytes -= self._boxes[earlier].num_bytes if earlier in self._tensors else 0
-            self._tensors.pop(earlier, None)
-        self._taken = number
-        self._start_tasks(number)
+        for earlier in [one for one in self._tensors if one < number]:
+            del self._tensors[earlier]
         try:
-            for future in self._running.pop(number, ()):
-                future.result()
+            while number >= self._num_complete:
+                self._num_complete = next(self._done, len(self._boxes))
         except CorruptError:
             self._file.check_unchanged()  # it may be another file by now, and that one whole
             raise
@@ -268,36 +248,25 @@ class ReadAhead:
 
     # --- tasks -----------------------------------------------------------------------------
 
-    def _start_tasks(self, number: int) -> None:
-        """Start what fits the budget, and what the box now wanted needs in any case."""
-        while (task := self._next) is not None:
-            num_bytes = sum(part.num_bytes for _, part in task.parts)
-            is_needed = task.parts[0][0] <= number
-            if not is_needed and self._held_bytes + num_bytes > self._budget_bytes // 2:
-                return
-            for box in {box for box, _ in task.parts}:
-                self._tensor(box)
-            future = self._executor.submit(self._run, task)
-            for box in {box for box, _ in task.parts}:
-                self._running[box].append(future)
-            self.fetched_bytes += task.span.num_bytes
-            self._next = next(self._waiting, None)
+    def _call(self, task: _Task) -> Call[int]:
+        for number in {number for number, _ in task.parts}:
+            self._tensor(number)
+        held_bytes = sum(self._boxes[number].num_bytes for number in self._tensors)
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
+        self.fetched_bytes += task.span_bytes
+        return sum(part.num_bytes for _, part in task.parts), partial(self._run, task)
 
     def _tensor(self, number: int) -> torch.Tensor:
-        tensor = self._tensors.get(number)
-        if tensor is None:
-            box = self._boxes[number]
-            tensor = _allocate(box)
-            self._tensors[number] = tensor
-            self._held_bytes += box.num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-        return tensor
+        if number not in self._tensors:
+            self._tensors[number] = _allocate(self._boxes[number])
+        return self._tensors[number]
 
-    def _run(self, task: _Task) -> None:
+    def _run(self, task: _Task) -> int:
         ranges = [(part.place.storage_key, *part.span) for _, part in task.parts]
         for (number, part), data in zip(task.parts, self._file.read_ranges(ranges), strict=True):
             self._note_crc(part, data)
             self._deliver(number, part, data)
+        return task.num_complete
 
     def _note_crc(self, part: WantedBox, data: memoryview) -> None:
         key = part.place.storage_key
@@ -306,9 +275,8 @@ class ReadAhead:
 
     def _deliver(self, number: int, part: WantedBox, data: memoryview) -> None:
         box, place = self._boxes[number], part.place
-        target = self._tensors[number]
-        for axis, (offset, base) in enumerate(zip(part.offsets, box.offsets, strict=True)):
-            target = target.narrow(axis, offset - base, part.sizes[axis])
+        inner = [offset - base for offset, base in zip(part.offsets, box.offsets, strict=True)]
+        target = narrow(self._tensors[number], inner, part.sizes)
         start = part.span.start - place.storage_offset * place.dtype.itemsize
         copy_box_in(data, start, place.dtype, place.strides, part.offsets, part.sizes, target)
         if place.is_conj:
