@@ -36,11 +36,11 @@ from dcpstore.convert import dcp_to_torch_save, torch_save_to_dcp
 from dcpstore.convert.torch.layout import (
     LAYOUT_KEY,
     Layout,
-    TorchZipWriter,
     encode_layout,
     open_structure,
 )
 from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
+from dcpstore.format.zip import TorchZipWriter
 from dcpstore.plan import SavePlanner
 from dcpstore.read.torch_file import open_torch_file
 from dcpstore.store import open_store

@@ -18,9 +18,9 @@ import dcpstore
 from dcpstore import NotFoundError, ReadConfig, StoreError, WriteConfig
 from dcpstore.audit.scan import Finding, in_order
 from dcpstore.audit.verify import Verification, verify_checkpoint
-from dcpstore.audit.zip import append_crc32
 from dcpstore.format.manifest import decode
 from dcpstore.format.seal import read_seal
+from dcpstore.format.zip import append_crc32
 from dcpstore.read.discovery import discover
 from dcpstore.store import open_store
 from dcpstore.store.ranges import ByteRange

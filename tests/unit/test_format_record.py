@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dcpstore.format import dtypes
-from dcpstore.format.record import ALIGNMENT_BYTES, plan_record
+from dcpstore.format.record import plan_record
+from dcpstore.format.zip import ALIGNMENT_BYTES
 
 SHAPES = [(), (0,), (1,), (3,), (2, 3, 5), (0, 7), (1, 300, 2), (1, 1, 1, 2, 1)]
 NAMES = [n for n, row in dtypes.DTYPES.items() if row.is_plain and hasattr(torch, n)]

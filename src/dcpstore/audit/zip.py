@@ -1,122 +1,43 @@
-"""Zip's CRC32 of bytes that were summed in parts, by any thread, in any order.
+"""Checks of stock checkpoints: the zip records that hold their tensors and values.
 
-A checksum is a polynomial over GF(2); to append ``n`` bytes is to multiply by ``x**(8*n)``.
-Idea: M. Adler's ``crc32_combine`` in zlib, and its proof by polynomial arithmetic.
-
-Where the members of a ``torch.save`` record lie, and whether its two directories agree.
-
-A zip archive says everything twice: in the header before each member, with a descriptor
-behind it, and in the directory at its end::
-
-    | header | contents | descriptor | header | contents | descriptor | directory | end |
-
-Only the contents have a checksum, so header and descriptor are compared with the directory.
-
-Checks of stock checkpoints: the zip CRC32 of every member of every record.
+Only the contents of a zip member have a checksum (CRC32), so what the header before a member and
+the descriptor behind it say is compared with the directory.
 
 A small record is judged in one piece. Of a large one the directory is read first, by a few
 small requests; then its members are summed in parts, by any thread, in any order.
-
-The pass over the zip records of a stock checkpoint.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from itertools import islice
-from typing import Any
 
 from dcpstore.audit.scan import Finding, Piece, Scanner, loss_of
 from dcpstore.config import ReadConfig
-from dcpstore.errors import CorruptError, NotFoundError, StoreError
+from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError, StoreError
 from dcpstore.format.record import HEAD_BYTES, NeedMoreBytes, ParsedHead, parse_record_head
-from dcpstore.format.views import RangeView
-from dcpstore.format.zip import LOCAL_HEADER_BYTES, LOCAL_SIGNATURE, MAX32
+from dcpstore.format.zip import (
+    DESCRIPTOR_SIGNATURE,
+    END_BYTES,
+    END_SIGNATURE,
+    LOCAL_SIGNATURE,
+    MAX32,
+    STREAMED_FLAG,
+    LocalHeader,
+    Member,
+    append_crc32,
+    read_directory,
+    read_local_header,
+)
 from dcpstore.store.base import Store
 from dcpstore.store.ranges import ByteRange, cut
 
-_POLYNOMIAL = 0xEDB88320  # of CRC32, bits reflected
-_ONE = 1 << 31
-_X_TO_THE_8 = 1 << 23
-
-
-def append_crc32(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC32 of two runs of bytes from the CRC32 of each.
-
-    Args:
-        first: Of the first run.
-        second: Of the second run.
-        second_bytes: Length of the second run.
-    """
-    return _times(_shift(second_bytes), first) ^ second
-
-
-@lru_cache(maxsize=256)
-def _shift(num_bytes: int) -> int:
-    """Return ``x**(8*num_bytes)`` modulo the polynomial."""
-    power, square = _ONE, _X_TO_THE_8
-    while num_bytes:
-        if num_bytes & 1:
-            power = _times(power, square)
-        square = _times(square, square)
-        num_bytes >>= 1
-    return power
-
-
-def _times(one: int, other: int) -> int:
-    product, bit = 0, _ONE
-    while bit:
-        if one & bit:
-            product ^= other
-        other = (other >> 1) ^ _POLYNOMIAL if other & 1 else other >> 1
-        bit >>= 1
-    return product
-
-
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_DESCRIPTOR = b"PK\x07\x08"
-_IS_STREAMED = 0x0008
 _READ_AHEAD_BYTES = 4096
-_TAIL_BYTES = 16 << 10
-_ZIP_ERRORS = (
-    zipfile.BadZipFile,
-    NotImplementedError,
-    ValueError,
-    struct.error,
-    OverflowError,
-    IndexError,
-    OSError,
-)
-
-
-class NotZipError(Exception):
-    """These bytes are no zip archive, or one whose directory is damaged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A stored file of an archive.
-
-    Attributes:
-        name: Path inside the archive.
-        contents: Its bytes, counted from the archive's start.
-        crc32: Of the contents; 0 where the writer computed none.
-        complaint: What does not fit between header, descriptor and directory; or empty.
-        frame: The bytes that `complaint` is about.
-    """
-
-    name: str
-    contents: ByteRange
-    crc32: int
-    complaint: str
-    frame: ByteRange
 
 
 class SparseBytes:
@@ -132,89 +53,86 @@ class SparseBytes:
         self.num_bytes = num_bytes
         self._parts: list[tuple[int, memoryview]] = []
 
-    def prefetch(self, start: int, end: int) -> None:
-        """Fetch bytes ``[start, end)``, as far as there are any."""
-        start, end = max(start, 0), min(end, self.num_bytes)
-        self._parts.append((start, self._fetch(start, end)))
-
-    def read(self, start: int, num_bytes: int) -> memoryview:
-        """Return bytes from ``start`` on; fewer only at the record's end."""
-        end = min(start + num_bytes, self.num_bytes)
+    def read(self, start: int, end: int) -> memoryview:
+        """Return bytes ``[start, end)``; fewer only at the record's end."""
+        end = min(end, self.num_bytes)
         for at, part in self._parts:
             if at <= start and end <= at + len(part):
                 return part[start - at : end - at]
-        self.prefetch(start, max(end, start + _READ_AHEAD_BYTES))
-        at, part = self._parts[-1]
-        return part[start - at : end - at]
+        part = self._fetch(start, min(max(end, start + _READ_AHEAD_BYTES), self.num_bytes))
+        self._parts.append((start, part))
+        return part[: end - start]
 
 
-def read_layout(data: SparseBytes) -> list[Member]:
-    """Return the members of an archive in the order of their contents.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A member of a record.
 
-    Raises:
-        NotZipError: If there is no directory that can be read.
+    Attributes:
+        name: Its path in the archive.
+        crc32: Of its contents; 0 where the writer computed none.
+        contents: Its bytes, counted from the record's start.
+        complaint: What does not fit between header, descriptor and directory; or empty.
+        frame: The bytes that `complaint` is about.
     """
-    data.prefetch(data.num_bytes - _TAIL_BYTES, data.num_bytes)
-    view = RangeView.over_reader(data.read, 0, data.num_bytes)
+
+    name: str
+    crc32: int
+    contents: ByteRange
+    complaint: str
+    frame: ByteRange
+
+
+def _place(data: SparseBytes, member: Member) -> _Place:
+    """Read a member's header and its descriptor, and compare them with the directory."""
+    name = member.name.decode("utf-8", "replace")
+    start, end = member.header_offset, member.next_offset
     try:
-        with zipfile.ZipFile(view) as archive:
-            infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
-            ends = [info.header_offset for info in infos[1:]] + [archive.start_dir]
-        return [_member(data, info, end) for info, end in zip(infos, ends, strict=True)]
-    except _ZIP_ERRORS as error:
-        raise NotZipError(str(error) or type(error).__name__) from error
-
-
-def _member(data: SparseBytes, info: zipfile.ZipInfo, end: int) -> Member:
-    """Read a member's header; ``end`` is where the next one, or the directory, starts."""
-    start = info.header_offset
-    fixed = _LOCAL.unpack(data.read(start, LOCAL_HEADER_BYTES))
-    name_bytes, extra_bytes = fixed[9:]
-    name = bytes(data.read(start + LOCAL_HEADER_BYTES, name_bytes))
-    contents_at = start + LOCAL_HEADER_BYTES + name_bytes + extra_bytes
-    contents = ByteRange(contents_at, contents_at + info.compress_size)
-    complaints = list(_compare_header(info, fixed, name))
+        header = read_local_header(data.read(start, start + _READ_AHEAD_BYTES), 0)
+    except ValueError:
+        header = 0
+    if isinstance(header, int):
+        problem = "no header where the directory says one is"
+        return _Place(name, 0, ByteRange(end, end), problem, ByteRange(start, end))
+    at = start + header.contents
+    contents = ByteRange(at, at + member.stored_bytes)
+    complaints = list(_compare_header(member, header))
     if contents.end > end:
         complaints.append("its contents reach into what follows them")
         # Whatever these lengths are, the contents are not there: judge what can be theirs.
-        contents = ByteRange(min(contents_at, end), end)
-    elif info.flag_bits & _IS_STREAMED:
-        complaints += _compare_descriptor(info, bytes(data.read(contents.end, end - contents.end)))
-    frame = ByteRange(start, max(contents.start, start))
-    return Member(info.filename, contents, info.CRC, "; ".join(complaints), frame)
+        contents = ByteRange(min(at, end), end)
+    elif member.flags & STREAMED_FLAG:
+        found = bytes(data.read(contents.end, end))
+        complaints += _compare_descriptor(member, found)
+    return _Place(name, member.crc32, contents, "; ".join(complaints), ByteRange(start, at))
 
 
-def _compare_header(info: zipfile.ZipInfo, fixed: tuple[Any, ...], name: bytes) -> Iterator[str]:
-    signature, _, flags, method, _, _, crc, stored, size = fixed[:9]
-    if signature != LOCAL_SIGNATURE:
-        yield "no header where the directory says one is"
-        return
-    if (flags, method) != (info.flag_bits, info.compress_type):
+def _compare_header(member: Member, header: LocalHeader) -> Iterator[str]:
+    if (header.flags, header.method) != (member.flags, member.method):
         yield "flags or method differ from the directory"
-    if name.decode("utf-8", "replace") != info.orig_filename:
+    if header.name != member.name:
         yield "its name differs from the directory"
-    if info.compress_type != zipfile.ZIP_STORED:
+    if member.method != 0:
         yield "compressed, which torch.save never does"
-    streamed = bool(info.flag_bits & _IS_STREAMED)
-    for found, said in ((crc, info.CRC), (stored, info.compress_size), (size, info.file_size)):
+    streamed = bool(member.flags & STREAMED_FLAG)
+    for found, said in (
+        (header.crc32, member.crc32),
+        (header.stored_bytes, member.stored_bytes),
+        (header.size_bytes, member.size_bytes),
+    ):
         if found != said and not (streamed and found == 0) and found != MAX32:
             yield f"its header says {found}, the directory {said}"
 
 
-def _compare_descriptor(info: zipfile.ZipInfo, found: bytes) -> Iterator[str]:
-    body = found.removeprefix(_DESCRIPTOR)
+def _compare_descriptor(member: Member, found: bytes) -> Iterator[str]:
+    body = found.removeprefix(DESCRIPTOR_SIGNATURE)
     layouts = {12: "<III", 20: "<IQQ"}
-    if len(body) not in layouts or (len(found) == len(body) and info.CRC):
+    if len(body) not in layouts or (len(found) == len(body) and member.crc32):
         yield "what follows its contents is no descriptor"
         return
-    said = (info.CRC, info.compress_size, info.file_size)
+    said = (member.crc32, member.stored_bytes, member.size_bytes)
     if struct.unpack(layouts[len(body)], body) != said:
         yield "its descriptor differs from the directory"
-
-
-_ZIP_START = b"PK\x03\x04"
-_ZIP_END = b"PK\x05\x06"
-_END_BYTES = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,16 +177,16 @@ class Coverage:
             self.num_opaque += opaque
 
 
-def _judge_layout(expected: Expected, data: SparseBytes) -> tuple[list[Member], list[Finding]]:
+def _judge_layout(expected: Expected, data: SparseBytes) -> tuple[list[_Place], list[Finding]]:
     """Read the members; return them and what is wrong apart from their contents."""
-    whole = ByteRange(0, data.num_bytes)
     try:
-        members = read_layout(data)
-    except NotZipError as error:
+        directory = read_directory(data.read, data.num_bytes, "it")
+        members = [_place(data, one) for one in directory]
+    except (CorruptError, IncompatibleError) as error:
         if expected.sizes is None and not _looks_like_zip(data):
             return [], []
         message = f"no torch.save record that can be read: {error}"
-        return [], [expected.finding("framing", message, whole)]
+        return [], [expected.finding("framing", message, ByteRange(0, data.num_bytes))]
     found = [
         expected.finding("framing", f"member {one.name!r}: {one.complaint}", one.frame)
         for one in members
@@ -278,9 +196,8 @@ def _judge_layout(expected: Expected, data: SparseBytes) -> tuple[list[Member], 
 
 
 def _looks_like_zip(data: SparseBytes) -> bool:
-    end = max(0, data.num_bytes - _END_BYTES)
-    starts = bytes(data.read(0, len(_ZIP_START))) == _ZIP_START
-    return starts or bytes(data.read(end, len(_ZIP_END))) == _ZIP_END
+    end = max(0, data.num_bytes - END_BYTES)
+    return data.read(0, 4) == LOCAL_SIGNATURE or data.read(end, end + 4) == END_SIGNATURE
 
 
 def _judge_head(expected: Expected, data: SparseBytes) -> Iterator[Finding]:
@@ -305,7 +222,7 @@ def _judge_head(expected: Expected, data: SparseBytes) -> Iterator[Finding]:
         )
 
 
-def _judge_contents(expected: Expected, member: Member, crc32: int) -> Iterator[Finding]:
+def _judge_contents(expected: Expected, member: _Place, crc32: int) -> Iterator[Finding]:
     if crc32 != member.crc32:
         message = f"not the bytes that were saved (CRC32 of {member.name!r} differs)"
         yield expected.finding("checksum", message, member.contents)
@@ -330,8 +247,8 @@ class RecordPiece:
 
     def inspect(self, data: memoryview) -> Iterator[Finding]:
         """Yield a finding per damaged member."""
-        sparse = SparseBytes(lambda start, end: data[start:end], len(data))
-        members, found = _judge_layout(self.expected, sparse)
+        record = SparseBytes(lambda start, end: data[start:end], len(data))
+        members, found = _judge_layout(self.expected, record)
         for one in members:
             if one.crc32:
                 crc32 = zlib.crc32(data[one.contents.start : one.contents.end])
@@ -341,7 +258,7 @@ class RecordPiece:
         yield from found
 
 
-def _count(coverage: Coverage, members: list[Member]) -> None:
+def _count(coverage: Coverage, members: list[_Place]) -> None:
     checked = sum(one.contents.num_bytes for one in members if one.crc32)
     unchecked = sum(one.contents.num_bytes for one in members if not one.crc32)
     coverage.count(checked=checked, unchecked=unchecked, opaque=not members)
@@ -350,7 +267,7 @@ def _count(coverage: Coverage, members: list[Member]) -> None:
 class LargeMember:
     """A member that is summed in parts. Thread-safe."""
 
-    def __init__(self, expected: Expected, member: Member) -> None:
+    def __init__(self, expected: Expected, member: _Place) -> None:
         self.expected = expected
         self.member = member
         self._sums: dict[int, tuple[int, int]] = {}
@@ -409,9 +326,11 @@ def open_large(
     Raises:
         StoreError: If the store fails for good.
     """
-    start = expected.record.start
-    fetch = partial(_fetch, store, expected.key, start)
-    data = SparseBytes(fetch, expected.record.num_bytes)
+    at = expected.record.start
+    data = SparseBytes(
+        lambda start, end: store.get_range(expected.key, at + start, at + end),
+        expected.record.num_bytes,
+    )
     try:
         members, found = _judge_layout(expected, data)
     except (CorruptError, NotFoundError, StoreError) as error:
@@ -421,10 +340,6 @@ def open_large(
     if not found:
         _count(coverage, members)
     return [LargeMember(expected, one) for one in members if one.crc32], found
-
-
-def _fetch(store: Store, key: str, base: int, start: int, end: int) -> memoryview:
-    return store.get_range(key, base + start, base + end)
 
 
 class ZipScan:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickletools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 import numpy as np
@@ -41,6 +41,18 @@ class BadPickleError(ValueError):
     """The program is cut off, has instructions of no use here, or would take too much."""
 
 
+class CutShortError(BadPickleError):
+    """The program has no end.
+
+    Args:
+        needed_bytes: Length of what the next instruction needs.
+    """
+
+    def __init__(self, needed_bytes: int) -> None:
+        super().__init__("it ends early")
+        self.needed_bytes = needed_bytes
+
+
 # --- instructions ------------------------------------------------------------------------
 
 # What pickled metadata are made of.
@@ -56,7 +68,7 @@ _CODES = {one.name: ord(one.code) for one in pickletools.opcodes}
 _NAMES = {ord(one.code): one.name for one in pickletools.opcodes}
 
 
-def _lengths_of(names: AbstractSet[str]) -> list[int]:
+def lengths_of(names: AbstractSet[str]) -> list[int]:
     """Return the length of each of these instructions by opcode; 0 for all others.
 
     Those that say themselves how long they are have the length of that number and of what
@@ -71,7 +83,7 @@ def _lengths_of(names: AbstractSet[str]) -> list[int]:
     return lengths
 
 
-_LENGTHS = _lengths_of(_METADATA_CODES)
+_LENGTHS = lengths_of(_METADATA_CODES)
 
 _REFERENCE_BYTES = 16  # a place on the stack and one in what holds it
 # What an instruction leaves in memory, roughly, besides a text's letters.
@@ -99,25 +111,40 @@ def _end_of(data: bytes, at: int, length: int) -> int:
     return at - length + int.from_bytes(data[at + 1 : at - length], "little")
 
 
-def _walk(data: bytes, start: int, bound: int) -> tuple[list[int], int]:
+def end_of_program(data: bytes, lengths: Sequence[int]) -> int:
+    """Return where a program ends.
+
+    Args:
+        data: Bytes that start with it.
+        lengths: What it may be made of, as `lengths_of` says.
+
+    Raises:
+        CutShortError: If its end is not there.
+        BadPickleError: If it is made of something else.
+    """
+    return _walk(data, 0, len(data) + 1, lengths)[1]
+
+
+def _walk(
+    data: bytes, start: int, bound: int, lengths: Sequence[int] = _LENGTHS
+) -> tuple[list[int], int]:
     """Return where instructions start, from one to the first at or behind ``bound``, or STOP."""
     found = []
     at, size = start, len(data)
-    lengths = _LENGTHS
     while at < bound:
         if at >= size:
-            raise BadPickleError("it ends early")
+            raise CutShortError(at + 1)
         code = data[at]
         length = lengths[code]
         if length == 0:
             name = _NAMES.get(code, f"{code:#04x}")
-            raise BadPickleError(f"it has the instruction {name}, which metadata have no use for")
+            raise BadPickleError(f"there is the opcode {name}, of no use here")
         found.append(at)
         if code == _STOP:
             return found, at + 1
         at = at + length if length > 0 else _end_of(data, at, length)
     if at > size:
-        raise BadPickleError("it ends early")
+        raise CutShortError(at)
     return found, at
 
 
@@ -185,7 +212,7 @@ def _batches(data: bytes) -> Iterator[tuple[int, int, _Positions]]:
         if data[found[-1]] == _STOP:
             return
         at = end
-    raise BadPickleError("it ends early")
+    raise CutShortError(size)
 
 
 def _numbers(window: _Bytes, at: _Positions, width: int) -> _Positions:
@@ -283,7 +310,7 @@ _PUSHES = {
 _PUSHES.update({_CODES[name]: 0 for name in ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET")})
 _PUSHES.update({_CODES[name]: _ONE | _INTEGER for name in ("BININT", "BININT1", "BININT2")})
 # What torch's own unpickler takes.
-_TORCH_LENGTHS = _lengths_of(
+_TORCH_LENGTHS = lengths_of(
     {
         *("PROTO", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2"),
         *("LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "GLOBAL", "EMPTY_TUPLE", "TUPLE"),
@@ -313,7 +340,7 @@ def check_structure(data: bytes) -> None:
                 return  # torch's unpickler stops here, too, and says why
             end = at + length if length > 0 else _end_of(data, at, length)
             if end > len(data):
-                raise BadPickleError("it ends early")
+                raise CutShortError(end)
             if code in pushes:
                 machine.stack.append(pushes[code])
             elif code in steps:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
 from dcpstore.format.dtypes import is_plain_dtype
 from dcpstore.format.opcodes import check_structure
-from dcpstore.format.zip import pickle_of
+from dcpstore.format.zip import read_members
 from dcpstore.torch_private import wait_async_collective
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def load_record(
     if allow_pickle:
         return torch.load(stream, map_location=device, weights_only=False)
     try:
-        check_structure(pickle_of(data, what))
+        check_structure(bytes(read_members(data, what)["data.pkl"]))
         return torch.load(stream, map_location=device, weights_only=True)
     except (CheckpointError, pickle.UnpicklingError):
         raise

@@ -10,13 +10,12 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
 from dcpstore.format.tensors import is_plain, load_record, unsaveable_reason
 from dcpstore.format.values import (
     UnsupportedValueError,
@@ -26,7 +25,7 @@ from dcpstore.format.values import (
     is_encoded,
     opens_as_saved,
 )
-from dcpstore.format.views import RangeView
+from dcpstore.format.zip import read_members
 from dcpstore.torch_private import refused_globals
 
 _MOST_NAMED = 10
@@ -124,12 +123,9 @@ def refused_names(record: memoryview) -> list[str]:
     if len(record) <= _SMALL_RECORD_BYTES and bytes(record).count(b"\n") < 2:
         return []
     try:
-        with zipfile.ZipFile(RangeView.over_buffer(record)) as archive:
-            pickles = [one for one in archive.namelist() if one.endswith("/data.pkl")]
-            if len(pickles) != 1 or archive.getinfo(pickles[0]).file_size > len(record):
-                return []
-            return refused_globals(_names_in(archive.read(pickles[0])))
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        pickled = bytes(read_members(record, "a value")["data.pkl"])
+        return refused_globals(_names_in(pickled))
+    except (CheckpointError, ValueError):
         return []
 
 

@@ -46,7 +46,7 @@ from dcpstore.errors import ConflictError, CorruptError, IncompatibleError, NotF
 from dcpstore.format.copying import copy_box_in
 from dcpstore.format.dtypes import is_plain_dtype
 from dcpstore.format.opcodes import BadPickleError, check_structure
-from dcpstore.format.zip import Archive, Member, contents_offset, read_archive
+from dcpstore.format.zip import Member, contents_offset, read_archive
 from dcpstore.store import ObjectInfo, Store, open_store
 from dcpstore.store.folder import Folder
 from dcpstore.store.location import file_location
@@ -325,7 +325,7 @@ class TorchFile:
         self._key = key
         self._info = info
         self.url = f"{self._store.url.rstrip('/')}/{key}"
-        self._archive: Archive = read_archive(self.read_at, info.size_bytes, self.url)
+        self._members = read_archive(self.read_at, info.size_bytes, self.url)
         self._starts: dict[str, int] = {}
         data = self._read_pickle()
         storages = Storages(self._make_stand_in, self.url)
@@ -556,15 +556,15 @@ class TorchFile:
         return self._store.get_range(self._key, start, end)
 
     def _member(self, key: str) -> Member:
-        member = self._archive.members.get(f"data/{key}")
+        member = self._members.get(f"data/{key}")
         if member is None:
             raise CorruptError(f"{self.url} is damaged: it names storage {key} and has none")
         return member
 
     def _read_pickle(self) -> bytes:
         """Read the pickle and the notes around it; learn alignment and byte order."""
-        pickle = self._archive.members["data.pkl"]
-        notes = [self._archive.members.get(name) for name in ("byteorder", ".storage_alignment")]
+        pickle = self._members["data.pkl"]
+        notes = [self._members.get(name) for name in ("byteorder", ".storage_alignment")]
         near = [
             n for n in notes if n is not None and 0 <= n.header_offset - pickle.next_offset < 4096
         ]

@@ -47,11 +47,9 @@ from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, sele
 from dcpstore.convert.torch.layout import (
     LAYOUT_KEY,
     Layout,
-    TorchZipWriter,
     decode_layout,
     identities,
     open_structure,
-    overhead_bytes,
     read_record,
     storage_bytes,
 )
@@ -71,6 +69,7 @@ from dcpstore.format.copying import as_bytes
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.keys import METADATA_KEY, save_id_of
 from dcpstore.format.tensors import load_record
+from dcpstore.format.zip import TorchZipWriter, overhead_bytes
 from dcpstore.plan.rules import Rename
 from dcpstore.ranks import steps
 from dcpstore.ranks.agreement import Ranks, join_ranks

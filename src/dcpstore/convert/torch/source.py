@@ -1,6 +1,4 @@
-"""CRC32, as zip files have it, of bytes whose parts were checksummed apart.
-
-Tensors of a ``torch.save`` file, read ahead of whoever takes them, in bounded memory.
+"""Tensors of a ``torch.save`` file, read ahead of whoever takes them, in bounded memory.
 
 ::
 
@@ -18,7 +16,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
 
 import torch
@@ -27,58 +25,12 @@ from typing_extensions import Self
 from dcpstore.errors import CorruptError
 from dcpstore.format.boxes import bands
 from dcpstore.format.copying import copy_box_in
+from dcpstore.format.zip import append_crc32
 from dcpstore.read.pump import Call, Pump
 from dcpstore.read.torch_file import TensorPlace, TorchFile
 from dcpstore.report import Meter
 from dcpstore.store.ranges import ByteRange, group
 from dcpstore.torch_private import narrow
-
-_POLYNOMIAL = 0xEDB88320  # CRC-32 of ISO 3309, bits reversed, as zlib has it
-
-
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC32 of two runs of bytes, one after the other.
-
-    Appending zeros to the first run is a linear map of its checksum's 32 bits; the map for
-    ``2**k`` zeros is the square of that for ``2**(k-1)``.
-
-    Args:
-        first: Checksum of the first run.
-        second: Checksum of the second run.
-        second_bytes: Length of the second run.
-    """
-    level = 0
-    while second_bytes:
-        if second_bytes & 1:
-            first = _apply(_zeros(level), first)
-        second_bytes >>= 1
-        level += 1
-    return first ^ second
-
-
-@cache
-def _zeros(level: int) -> tuple[int, ...]:
-    """Return the map of ``2**level`` zero bytes: the image of each of the 32 bits."""
-    if level:
-        half = _zeros(level - 1)
-        return tuple(_apply(half, row) for row in half)
-    images = []
-    for bit in range(32):
-        value = 1 << bit
-        for _ in range(8):
-            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-        images.append(value)
-    return tuple(images)
-
-
-def _apply(images: tuple[int, ...], value: int) -> int:
-    out = 0
-    for image in images:
-        if value & 1:
-            out ^= image
-        value >>= 1
-    return out
-
 
 _LEAST_MAPPED_BYTES = 1 << 20
 _JOIN_GAP_BYTES = 64 << 10  # descriptor, header and padding lie between neighbours
@@ -242,7 +194,7 @@ class ReadAhead:
             crc32 = position = 0
             longest = {span.start: span for span in sorted(parts)}
             while (span := longest.pop(position, None)) is not None:
-                crc32, position = combine(crc32, parts[span], span.num_bytes), span.end
+                crc32, position = append_crc32(crc32, parts[span], span.num_bytes), span.end
             if position == self._file.storages[key].num_bytes:
                 self._file.check_crc(key, crc32)
 
