@@ -8,30 +8,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dcpstore.format.views import RangeView
+from dcpstore.read.targets import BufferView
 
 
 class ViewsAgreeWithBytesIO(RuleBasedStateMachine):
-    @initialize(
-        content=st.binary(max_size=60),
-        before=st.binary(max_size=9),
-        after=st.binary(max_size=9),
-        at_most=st.sampled_from([1, 4, 1000]),
-    )
-    def open(self, content: bytes, before: bytes, after: bytes, at_most: int) -> None:
-        whole = before + content + after
-        start, end = len(before), len(before) + len(content)
-
-        def read_at(offset: int, size: int) -> memoryview:
-            assert size > 0
-            assert start <= offset <= offset + size <= end
-            return memoryview(whole)[offset : offset + min(size, at_most)]
-
+    @initialize(content=st.binary(max_size=60))
+    def open(self, content: bytes) -> None:
         self.model = io.BytesIO(content)
         self.views = [
-            RangeView.over_buffer(bytearray(whole), start, end),
-            RangeView.over_reader(read_at, start, end),
-            io.BufferedReader(RangeView.over_reader(read_at, start, end), buffer_size=5),
+            BufferView(bytearray(content)),
+            io.BufferedReader(BufferView(content), buffer_size=5),
         ]
 
     @rule(size=st.one_of(st.none(), st.integers(-2, 70)))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from dcpstore.format.record import HEAD_BYTES, ParsedHead, parse_record_head, plan_record
-from dcpstore.format.views import RangeView
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
@@ -46,13 +44,8 @@ def assert_is_marked(tensor: torch.Tensor) -> None:
 def test_torch_load_reads_it_out_of_an_object(large) -> None:
     path, layout = large
     with path.open("rb") as file:
-        descriptor = file.fileno()
-        view = RangeView.over_reader(
-            lambda offset, size: os.pread(descriptor, min(size, 1 << 24), offset),
-            BEFORE,
-            BEFORE + layout.record_bytes,
-        )
-        loaded = torch.load(io.BufferedReader(view), map_location="cpu", weights_only=True)
+        view = _ReaderView(file, BEFORE, layout.record_bytes)
+        loaded = torch.load(view, map_location="cpu", weights_only=True)
     assert_is_marked(loaded)
 
 

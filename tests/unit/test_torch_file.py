@@ -374,7 +374,7 @@ def test_a_header_that_is_not_where_the_directory_says_is_damage(tmp_path: Path)
     path.write_bytes(data)
     with (
         open_torch_file(path) as file,
-        pytest.raises(CorruptError, match="directory says that data/0 lies at"),
+        pytest.raises(CorruptError, match="directory says that model/data/0 lies at"),
     ):
         file.read_box(file.value[0])
 

@@ -48,7 +48,8 @@ from dcpstore.format.dtypes import DTYPES
 from dcpstore.format.keys import METADATA_KEY, save_id_of
 from dcpstore.format.manifest import ItemId, Manifest, StoredItem
 from dcpstore.format.safetensors import TensorInFile
-from dcpstore.read.discovery import Discovered, discover, read_file_header
+from dcpstore.read.discovery import Discovered, discover
+from dcpstore.read.safetensors import read_header
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.text import collector_paused, count_text
 from dcpstore.write.commit import probe
@@ -402,7 +403,7 @@ def describe_file(store: Store, name: str) -> Description:
         NotFoundError: If there is no such file.
         CorruptError: If it is none, or damaged.
     """
-    found = {name: read_file_header(store, name)}
+    found = {name: read_header(store, name).tensors}
     return _of_files(f"{store.url.rstrip('/')}/{name}", found)
 
 

@@ -17,22 +17,28 @@ from dcpstore.audit.scan import Finding, Inventory, Scanner
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
 from dcpstore.format.safetensors import TensorInFile
 from dcpstore.plan.coverage import find_flaws
-from dcpstore.read.discovery import INDEX_FILE, read_file_header, read_index, safetensors_files
+from dcpstore.read.safetensors import (
+    INDEX_FILE,
+    find_files,
+    flaws_of_file,
+    flaws_of_index,
+    read_header,
+)
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.store.ranges import ByteRange
 
 
 class FileContents:
-    """A Hugging Face folder, as its index or a listing tells.
+    """A folder of safetensors files without DCP metadata, as its index or a listing tells.
 
-    Args:
-        keys: Its safetensors files.
-        weight_map: The index's map from tensor to file; None without an index.
+    Raises:
+        CorruptError: If its index is damaged.
     """
 
-    def __init__(self, keys: Sequence[str], weight_map: Mapping[str, str] | None) -> None:
-        self._keys = keys
-        self._weight_map = weight_map
+    def __init__(self, store: Store) -> None:
+        found = find_files(store)
+        self._keys = found.keys
+        self._weight_map = found.weight_map
         self._files: dict[str, Sequence[TensorInFile]] = {}
 
     @property
@@ -83,8 +89,8 @@ class FileContents:
                 self._files[key] = tensors
             yield from found
         yield from _check_shards(self._files)
-        if self._weight_map is not None:
-            yield from _check_index(self._weight_map, self._files)
+        for flaw in flaws_of_index(self._weight_map, self._files):
+            yield Finding(*flaw)
 
     def notes(self) -> Iterator[str]:
         """Yield what was not checked and why."""
@@ -94,55 +100,20 @@ class FileContents:
         )
 
 
-def open_files(store: Store) -> FileContents:
-    """Name the files of a folder that has no DCP metadata.
-
-    Raises:
-        CorruptError: If its index is damaged.
-    """
-    return FileContents(safetensors_files(store), read_index(store))
-
-
 def _check_file(
     store: Store, key: str, info: ObjectInfo
 ) -> tuple[Sequence[TensorInFile] | None, list[Finding]]:
     """Read the header of a file and compare it with the file's size."""
     try:
-        tensors = sorted(read_file_header(store, key), key=lambda one: one.payload)
+        header = read_header(store, key)
     except (CorruptError, NotFoundError) as error:
         return None, [Finding("metadata", str(error), key, span=ByteRange(0, info.size_bytes))]
     except StoreError as error:
         if error.retryable:
             raise
         return None, [Finding("unreadable", str(error), key)]
-    return tensors, list(_check_places(key, tensors, info.size_bytes))
-
-
-def _check_places(key: str, tensors: Sequence[TensorInFile], size_bytes: int) -> Iterator[Finding]:
-    """The format wants no byte behind the tensors, which lie side by side as their header says."""
-    at = None
-    for one in tensors:
-        if one.payload.end > size_bytes:
-            lost = ByteRange(max(one.payload.start, size_bytes), one.payload.end)
-            yield Finding("truncated", f"the file ends at byte {size_bytes}", key, one.fqn, lost)
-        at = max(at or 0, one.payload.end)
-    if at is not None and at < size_bytes:
-        extra = ByteRange(at, size_bytes)
-        yield Finding("resized", "bytes behind the last tensor", key, span=extra)
-
-
-def _check_index(
-    weight_map: Mapping[str, str],
-    files: Mapping[str, Iterable[TensorInFile]],
-) -> Iterator[Finding]:
-    """Compare a Hugging Face index with the files that could be read."""
-    held = {name: {one.fqn for one in tensors} for name, tensors in files.items()}
-    for fqn, name in weight_map.items():
-        if name in held and fqn not in held[name]:
-            yield Finding("missing", f"the index says it is in {name}", INDEX_FILE, fqn)
-    for name, fqns in held.items():
-        for fqn in sorted(fqns - weight_map.keys()):
-            yield Finding("metadata", "the index does not name this tensor", name, fqn)
+    found = [Finding(*flaw) for flaw in flaws_of_file(key, header, info.size_bytes)]
+    return header.tensors, found
 
 
 def _check_shards(files: Mapping[str, Iterable[TensorInFile]]) -> Iterator[Finding]:

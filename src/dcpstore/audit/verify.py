@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from dcpstore.audit.safetensors_files import open_files
+from dcpstore.audit.safetensors_files import FileContents
 from dcpstore.audit.scan import Contents, Finding, Inventory, Scanner, in_order, take_inventory
 from dcpstore.audit.sealed import Sealed, SealedContents, open_sealed
 from dcpstore.config import ReadConfig
@@ -71,11 +71,11 @@ def open_contents(store: Store, config: ReadConfig) -> Opened:
     try:
         discovered = discover(store, config)
         if discovered.files is not None:
-            return Opened(open_files(store), ())
+            return Opened(FileContents(store), ())
         seals.append(open_sealed(discovered, config))
     except CorruptError as error:
         if (error.key or "").endswith(".safetensors"):
-            return Opened(open_files(store), ())
+            return Opened(FileContents(store), ())
         findings.append(_damage(error))
     except NotFoundError:
         ranks = sorted(_ranks(store))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -101,19 +101,12 @@ class FileHeader:
     Attributes:
         tensors: In the order of the header.
         about: The texts under ``__metadata__``.
+        end: Where the header ends and the data start.
     """
 
     tensors: Sequence[TensorInFile]
-    about: Mapping[str, str] = field(default_factory=dict)
-
-
-def parse_header(header: Buffer, key: str) -> list[TensorInFile]:
-    """Return the tensors of a file, from its JSON header.
-
-    Raises:
-        CorruptError: If the header is no valid one.
-    """
-    return list(parse_file(header, key).tensors)
+    about: Mapping[str, str]
+    end: int
 
 
 def parse_file(header: Buffer, key: str) -> FileHeader:
@@ -134,7 +127,7 @@ def parse_file(header: Buffer, key: str) -> FileHeader:
         with collector_paused():
             tensors = [_tensor(fqn, one, shards.get(fqn), base, key) for fqn, one in fields.items()]
         _check_places(tensors, base, key)
-        return FileHeader(tensors, about)
+        return FileHeader(tensors, about, base)
     except (ValueError, KeyError) as error:
         raise CorruptError(
             f"{key} has a damaged safetensors header: {error!s:.500}", key=key

@@ -13,36 +13,24 @@ A rank's own ``__{rank}.metadata`` (``use_collectives=False``) is read when DCP 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING
 
 from dcpstore.config import MAX_METADATA_BYTES, ReadConfig
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
-from dcpstore.format.json_text import parse_json
-from dcpstore.format.keys import check_relative, metadata_key
+from dcpstore.format.keys import metadata_key
 from dcpstore.format.manifest import Manifest, decode, has_other_planner_data
-from dcpstore.format.safetensors import LENGTH_BYTES, TensorInFile, header_length, parse_header
+from dcpstore.format.safetensors import TensorInFile
 from dcpstore.format.seal import Seal, get_manifest, read_seal
+from dcpstore.read.safetensors import INDEX_FILE, find_files, read_headers
 from dcpstore.store.base import Store
 from dcpstore.store.retry import read_twice_if_damaged
 from dcpstore.text import collector_paused
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-
-
-_SINGLE_FILE = "model.safetensors"
-_NUMBERED = re.compile(
-    r"(?:shard-\d+-)?(?P<name>.+)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors"
-)
-INDEX_FILE = "model.safetensors.index.json"
-"""The key of a Hugging Face folder's index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +114,16 @@ def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Di
     try:
         return _read_sealed(store, key)
     except NotFoundError as error:
-        files = None if rank is not None else _read_safetensors(store, config)
-        if files is None:
+        files = None if rank is not None else read_headers(store, find_files(store), config)
+        if not files:
             raise NotFoundError(
                 f"no checkpoint at {store.url}: there is no {key}"
                 + ("" if rank is not None else f", {INDEX_FILE} or *.safetensors")
                 + ". Check the URL; a save that was interrupted leaves no .metadata"
                 + _hint(store.url)
             ) from error
-        return Discovered(store.url, key, files=files)
+        tensors = {name: header.tensors for name, header in files.items()}
+        return Discovered(store.url, key, files=tensors)
     except StoreError as error:
         if not error.denied:
             raise
@@ -176,116 +165,3 @@ def _read_once(store: Store, key: str) -> Discovered:
         ) from error
     pickled = bytes(data[: seal.pickle_bytes]) if has_other_planner_data(manifest) else None
     return Discovered(store.url, key, manifest, pickled, seal=seal)
-
-
-def _read_safetensors(store: Store, config: ReadConfig) -> dict[str, list[TensorInFile]] | None:
-    files = safetensors_files(store)
-    if not files:
-        return None
-
-    def read(key: str) -> list[TensorInFile]:
-        with promised(store, key):
-            return read_file_header(store, key)
-
-    with ThreadPoolExecutor(min(config.max_requests, len(files))) as executor:
-        return dict(zip(files, executor.map(read, files), strict=True))
-
-
-@contextmanager
-def promised(store: Store, key: str) -> Iterator[None]:
-    """Read a file that `safetensors_files` named.
-
-    Raises:
-        CorruptError: If it is not there.
-    """
-    try:
-        yield
-    except NotFoundError as error:
-        raise CorruptError(
-            f"{store.url}: {key} is missing, which {INDEX_FILE} or the names of other files"
-            " promise; nothing was loaded. Copy it there. To use what the others hold, put an index"
-            " that names only them",
-            key=key,
-        ) from error
-
-
-def safetensors_files(store: Store) -> Sequence[str]:
-    """Name the files of a Hugging Face folder; none if it is no such folder.
-
-    Those that its index names, whether they are there or not; without an index those that are
-    there, and the first that their names say is missing.
-
-    Raises:
-        CorruptError: If its index is damaged, or names a file outside the folder.
-    """
-    weight_map = read_index(store)
-    if weight_map is not None:
-        return sorted(set(weight_map.values()))
-    try:
-        store.get_range(_SINGLE_FILE, 0, LENGTH_BYTES)
-    except NotFoundError:
-        pass
-    else:
-        return [_SINGLE_FILE]
-    try:
-        names = (info.key for info in store.list())
-        found = [name for name in names if name.endswith(".safetensors") and "/" not in name]
-        return sorted([*found, *_missing(found)])
-    except NotFoundError:
-        return []
-    except StoreError as error:
-        if error.denied:
-            return []
-        raise
-
-
-def read_index(store: Store) -> Mapping[str, str] | None:
-    """Return a Hugging Face folder's map from tensor to file; None where it has no index.
-
-    Raises:
-        CorruptError: If it is damaged, or names a file outside the folder.
-    """
-    try:
-        data = store.get(INDEX_FILE).data
-    except NotFoundError:
-        return None
-    try:
-        index = parse_json(data)
-        weight_map = index.get("weight_map") if type(index) is dict else None
-        if type(weight_map) is not dict:
-            raise ValueError("it has no weight_map from names to files")
-        for fqn, name in weight_map.items():
-            if type(name) is not str:
-                raise ValueError(f"the file of {fqn!r:.200} is {name!r:.60}")
-    except ValueError as error:
-        raise CorruptError(f"{INDEX_FILE} is damaged: {error!s:.500}", key=INDEX_FILE) from error
-    for name in set(weight_map.values()):
-        check_relative(name)
-    return weight_map
-
-
-def _missing(names: Sequence[str]) -> Iterator[str]:
-    """Yield the first file that is missing of each ``model-00002-of-00003.safetensors``.
-
-    A file that each rank wrote its part of (``shard-00001-model-...``) is there if one part is:
-    which ranks had one is not written down.
-    """
-    found: dict[tuple[str, str], set[int]] = {}
-    for name in names:
-        match = _NUMBERED.fullmatch(name)
-        if match:
-            found.setdefault((match["name"], match["total"]), set()).add(int(match["number"]))
-    for (name, total), numbers in found.items():
-        first = next(number for number in count(1) if number not in numbers)
-        if first <= int(total):
-            yield f"{name}-{first:0{len(total)}}-of-{total}.safetensors"
-
-
-def read_file_header(store: Store, key: str) -> list[TensorInFile]:
-    """Read the header of one safetensors file.
-
-    Raises:
-        CorruptError: If it is damaged.
-    """
-    length = header_length(store.get_range(key, 0, LENGTH_BYTES), key)
-    return parse_header(store.get_range(key, LENGTH_BYTES, LENGTH_BYTES + length), key)

@@ -23,17 +23,25 @@ from dcpstore.convert.dcp.sink import SinkEntry, write_checkpoint
 from dcpstore.convert.dcp.source import open_source
 from dcpstore.convert.output import share_budget
 from dcpstore.convert.safetensors.sink import FilesJob
-from dcpstore.convert.safetensors.source import find_files, split_source
 from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
-from dcpstore.errors import ConfigError
+from dcpstore.errors import ConfigError, CorruptError, NotFoundError
+from dcpstore.format.safetensors import FileHeader
 from dcpstore.plan.rules import Rename
 from dcpstore.ranks import steps
 from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import Checkpoint
 from dcpstore.read.discovery import Discovered
+from dcpstore.read.safetensors import (
+    INDEX_FILE,
+    find_files,
+    flaws_of_index,
+    read_header,
+    read_headers,
+)
 from dcpstore.report import ProgressCallback, show_progress
 from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder
+from dcpstore.store.location import file_location
 
 
 def dcp_to_safetensors(
@@ -183,13 +191,15 @@ def safetensors_to_dcp(
     shares = share_budget(budget_bytes)
     joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
     with joining as group:
-        folder, key = split_source(source)
+        is_file = os.fspath(source).endswith(".safetensors")
+        folder, key = file_location(source) if is_file else (source, None)
         found_aliases: dict[str, str] = {}
 
         def find(store: Store, config: ReadConfig) -> Discovered:
-            found = find_files(store, config, key)
-            found_aliases.update(found.aliases)
-            return found.discovered
+            headers = _read_files(store, config, key)
+            found_aliases.update(_aliases(headers))
+            files = {name: header.tensors for name, header in headers.items()}
+            return Discovered(store.url, next(iter(files)), files=files)
 
         opening = open_source(group, folder, source_options, shares.read_config(), find)
         with opening as checkpoint:
@@ -205,6 +215,51 @@ def safetensors_to_dcp(
                 overwrite=overwrite,
                 progress=progress,
             )
+
+
+def _read_files(store: Store, config: ReadConfig, key: str | None) -> Mapping[str, FileHeader]:
+    """Read and check the header of one file, or all of a folder; a HEAD and two GETs per file.
+
+    Raises:
+        NotFoundError: If there is no such file.
+        CorruptError: If a header or the index is not what the format allows, or a file is
+            missing that the index or the names of the others promise.
+    """
+    if key is not None:
+        return {key: read_header(store, key, store.head(key).size_bytes)}
+    files = find_files(store)
+    if not files.keys:
+        raise NotFoundError(
+            f"{store.url} holds no {INDEX_FILE} and no *.safetensors; name the folder of the files"
+            " or one file that ends with .safetensors"
+        )
+    headers = read_headers(store, files, config, check_sizes=True)
+    tensors = {name: header.tensors for name, header in headers.items()}
+    for flaw in flaws_of_index(files.weight_map, tensors):
+        if flaw.kind == "missing":
+            raise flaw.as_error()
+    owner: dict[tuple[str, tuple[int, ...]], str] = {}
+    for name, found in tensors.items():
+        for one in found:
+            other = owner.setdefault((one.fqn, one.offsets), name)
+            if other != name:  # shards of one tensor differ in their offsets
+                raise CorruptError(
+                    f"{store.url}: {one.fqn!r} is both in {other} and in {name}",
+                    key=name,
+                    fqn=one.fqn,
+                )
+    return headers
+
+
+def _aliases(headers: Mapping[str, FileHeader]) -> dict[str, str]:
+    """Return names that the files declare to equal another: tied tensors that are stored once."""
+    names = {one.fqn for header in headers.values() for one in header.tensors}
+    return {
+        alias: kept
+        for header in headers.values()
+        for alias, kept in header.about.items()
+        if kept in names and alias not in names
+    }
 
 
 def _entries(

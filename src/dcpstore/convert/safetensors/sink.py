@@ -51,7 +51,7 @@ from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.safetensors import FileLayout, file_dtype, plan_file
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import Checkpoint
-from dcpstore.read.discovery import INDEX_FILE, read_index
+from dcpstore.read.safetensors import INDEX_FILE, read_index
 from dcpstore.report import Meter, Phases
 from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder
