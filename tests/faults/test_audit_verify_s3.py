@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from dcpstore import NotFoundError, ReadConfig, StoreError
-from dcpstore.audit import Verification, compare_checkpoints, verify_checkpoint
+from dcpstore.audit.diff import compare_checkpoints
+from dcpstore.audit.verify import Verification, verify_checkpoint
 from dcpstore.cli.main import main
 from dcpstore.testing import Fault
 from faults.places import Place

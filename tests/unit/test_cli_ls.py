@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dcpstore.audit.describe import list_checkpoints
+from dcpstore.audit.listing import list_checkpoints
 from dcpstore.cli.output import format_age, table
 from dcpstore.errors import StoreError
 from dcpstore.format.keys import data_key, manifest_key

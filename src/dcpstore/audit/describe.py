@@ -1,32 +1,14 @@
-"""Which checkpoints lie below a URL, told from names alone: one LIST and no torch.
-
-Objects are grouped by folder. A folder is a checkpoint if one of these lies right in it:
-
-=====================================  ============  =======================
-name                                   layout        what it says
-=====================================  ============  =======================
-``.dcpstore-{save_id}``                dcpstore      large manifest of a save
-``__{rank}_{n}.{save_id}.distcp``      dcpstore      data of a save
-``*.distcp``                           dcp           data of a stock writer
-``.metadata``                          either        the checkpoint is sealed
-``__{rank}.metadata``                  either        a rank's part is sealed
-``*.safetensors``                      safetensors   there is no seal
-=====================================  ============  =======================
-
-What a checkpoint holds and where it lies, told from its metadata alone.
+"""What a checkpoint holds and where it lies, told from its metadata alone.
 
 Of ours and of safetensors files without torch; a stock checkpoint's pickle needs it. One GET
 for a checkpoint with DCP's metadata (two if its manifest is an object of its own), two per file
-for safetensors; no data is read.
+for safetensors; of a ``torch.save`` file the directory and the pickle. No data is read.
 
-Keys of a checkpoint chosen, ordered, and summed up by prefix. Pure functions.
-
-A page that shows how the bytes of a checkpoint spread over ranks and objects.
-
-One file with everything in it: no network, no library. The page is ``plot_page.html`` with a
-JSON document in place of its mark. *Lanes* are the ranks that wrote the checkpoint, or its
-objects where their names tell no rank; adjacent lanes are joined where there are more than
-`MAX_LANES`, so that 20,000 tensors of 1,024 ranks still make a page of some 20 MB.
+`render_plot` makes a page that shows how the bytes of a checkpoint spread over ranks and objects:
+one file with everything in it, no network, no library. The page is ``plot_page.html`` with a JSON
+document in place of its mark. *Lanes* are the ranks that wrote the checkpoint, or its objects
+where their names tell no rank; adjacent lanes are joined where there are more than `MAX_LANES`,
+so that 20,000 tensors of 1,024 ranks still make a page of some 20 MB.
 """
 
 from __future__ import annotations
@@ -34,238 +16,34 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import lru_cache
 from importlib.resources import files
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from dcpstore.audit.listing import natural_order
 from dcpstore.config import ReadConfig
-from dcpstore.errors import NotFoundError, StoreError
-from dcpstore.format.dtypes import DTYPES
-from dcpstore.format.keys import METADATA_KEY, save_id_of
+from dcpstore.errors import NotFoundError
+from dcpstore.format.dtypes import DTYPES, dtype_name
 from dcpstore.format.manifest import ItemId, Manifest, StoredItem
 from dcpstore.format.safetensors import TensorInFile
-from dcpstore.read.discovery import Discovered, discover
+from dcpstore.read.discovery import Discovered, discover, sealed_ranks
 from dcpstore.read.safetensors import read_header
-from dcpstore.store.base import ObjectInfo, Store
+from dcpstore.store.base import Store
 from dcpstore.text import collector_paused, count_text
-from dcpstore.write.commit import probe
 
-Layout: TypeAlias = Literal["dcpstore", "dcp", "safetensors"]
+if TYPE_CHECKING:
+    import torch
 
-_RANK_SEAL_NAME = re.compile(r"__\d+\.metadata")
-_NUMBER = re.compile(r"(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class ListedCheckpoint:
-    """A folder with a checkpoint, or with what an interrupted save left.
-
-    Attributes:
-        name: Path below the listed URL; empty for the URL itself.
-        url: Of the checkpoint.
-        layout: Who wrote it.
-        is_sealed: Whether it can be loaded; None for safetensors, which have no seal.
-        step: The last number in its name; None if there is none.
-        num_objects: Objects below the folder; None where the store refused to list.
-        num_bytes: Their size; None likewise.
-        modified: When it was sealed, else when its newest object was put; None if unknown.
-        remark: What a reader should know; empty as a rule.
-    """
-
-    name: str
-    url: str
-    layout: Layout
-    is_sealed: bool | None
-    step: int | None
-    num_objects: int | None
-    num_bytes: int | None
-    modified: datetime | None
-    remark: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What lies below a URL.
-
-    Attributes:
-        url: That was listed.
-        checkpoints: In the natural order of their names (step-9 before step-10).
-        num_other_objects: Objects that belong to no checkpoint.
-        was_refused: Whether the store refused to list, so that only the URL itself was
-            looked at.
-    """
-
-    url: str
-    checkpoints: tuple[ListedCheckpoint, ...]
-    num_other_objects: int = 0
-    was_refused: bool = False
-
-
-def list_checkpoints(store: Store) -> Listing:
-    """List the checkpoints below a store's root, the root included.
-
-    One LIST. Where the store refuses it, one GET tells whether the root is a checkpoint.
-
-    Raises:
-        NotFoundError: If there is no checkpoint and no leftover of one.
-        StoreError: If the store fails, or refuses both.
-    """
-    try:
-        objects = list(store.list())
-    except StoreError as error:
-        if not error.denied:
-            raise
-        return _look_without_listing(store, error)
-    except NotFoundError as error:
-        raise NotFoundError(f"nothing lies at {store.url}: {error}") from error
-    listing = _group(store.url, objects)
-    if not listing.checkpoints:
-        raise NotFoundError(_say_nothing_found(store.url, objects))
-    return listing
-
-
-def _look_without_listing(store: Store, refusal: StoreError) -> Listing:
-    try:
-        found = probe(store, METADATA_KEY, denied_is_absent=False)
-    except StoreError:
-        found = None
-    if found is None:
-        raise StoreError(
-            f"{refusal}. Listing needs the permission to list the bucket (s3:ListBucket,"
-            " storage.objects.list). Without it, give the URL of one checkpoint",
-            denied=True,
-        ) from refusal
-    only = ListedCheckpoint(
-        name="",
-        url=store.url,
-        layout="dcpstore" if found.seal is not None else "dcp",
-        is_sealed=True,
-        step=_step_of(store.url.rsplit("/", 1)[-1]),
-        num_objects=None,
-        num_bytes=None,
-        modified=None,
-        remark="the store refused to list",
-    )
-    return Listing(store.url, (only,), was_refused=True)
-
-
-def _say_nothing_found(url: str, objects: list[ObjectInfo]) -> str:
-    if not objects:
-        return f"nothing lies at {url}: no object's key starts with it. Check the URL"
-    more = f" and {len(objects) - 1} more" if len(objects) > 1 else ""
-    return (
-        f"no checkpoint lies at or below {url}: {objects[0].key}{more} belong to none."
-        " A checkpoint is a folder with .metadata, *.distcp or *.safetensors"
-    )
-
-
-def _group(url: str, objects: Iterable[ObjectInfo]) -> Listing:
-    """Tell the checkpoints of a listing apart."""
-    folders: dict[str, list[ObjectInfo]] = {}
-    for info in objects:
-        folders.setdefault(info.key.rpartition("/")[0], []).append(info)
-    layouts = {name: layout for name, inside in folders.items() if (layout := _layout_of(inside))}
-    members: dict[str, list[ObjectInfo]] = {name: [] for name in layouts}
-    num_other = 0
-    for name, inside in folders.items():
-        owner = next((parent for parent in _parents(name) if parent in layouts), None)
-        if owner is None:
-            num_other += len(inside)
-        else:
-            members[owner] += inside
-    checkpoints = [
-        _describe_folder(url, name, layout, folders[name], members[name])
-        for name, layout in layouts.items()
-    ]
-    return Listing(
-        url, tuple(sorted(checkpoints, key=lambda one: natural_order(one.name))), num_other
-    )
-
-
-def _parents(folder: str) -> Iterator[str]:
-    """Yield a folder and those around it, from the inside out; the root is empty."""
-    while folder:
-        yield folder
-        folder = folder.rpartition("/")[0]
-    yield ""
-
-
-def _layout_of(inside: Iterable[ObjectInfo]) -> Layout | None:
-    names = [_base(info.key) for info in inside]
-    if any(save_id_of(name) for name in names):
-        return "dcpstore"
-    if any(name == METADATA_KEY or name.endswith(".distcp") for name in names):
-        return "dcp"
-    if any(_RANK_SEAL_NAME.fullmatch(name) for name in names):
-        return "dcp"
-    return "safetensors" if any(name.endswith(".safetensors") for name in names) else None
-
-
-def _describe_folder(
-    url: str, name: str, layout: Layout, inside: list[ObjectInfo], members: list[ObjectInfo]
-) -> ListedCheckpoint:
-    seals = _seals(inside)
-    is_sealed, remark = _judge(layout, seals)
-    times = [info.modified for info in (seals.values() or members) if info.modified is not None]
-    return ListedCheckpoint(
-        name=name,
-        url=f"{url.rstrip('/')}/{name}" if name else url,
-        layout=layout,
-        is_sealed=is_sealed,
-        step=_step_of(name or url.rsplit("/", 1)[-1]),
-        num_objects=len(members),
-        num_bytes=sum(info.size_bytes for info in members),
-        modified=max(times, default=None),
-        remark=remark,
-    )
-
-
-def _seals(inside: Iterable[ObjectInfo]) -> Mapping[str, ObjectInfo]:
-    """Return the metadata of the checkpoint, or of its ranks if it has none of its own."""
-    found = {_base(info.key): info for info in inside}
-    if METADATA_KEY in found:
-        return {METADATA_KEY: found[METADATA_KEY]}
-    return {name: info for name, info in found.items() if _RANK_SEAL_NAME.fullmatch(name)}
-
-
-def _judge(layout: Layout, seals: Mapping[str, ObjectInfo]) -> tuple[bool | None, str]:
-    if layout == "safetensors":
-        return None, ""
-    empty = [name for name, info in seals.items() if info.size_bytes == 0]
-    if empty:
-        return False, f"its {empty[0]} is empty"
-    if METADATA_KEY in seals or not seals:
-        return bool(seals), ""
-    return True, f"sealed by {count_text(len(seals), 'rank')}, each for itself"
-
-
-def _base(key: str) -> str:
-    return key.rpartition("/")[2]
-
-
-def _step_of(name: str) -> int | None:
-    """Return the last number of the innermost folder that has one."""
-    for part in reversed(name.split("/")):
-        numbers: list[str] = _NUMBER.findall(part)
-        if numbers:
-            return int(numbers[-1])
-    return None
-
-
-def natural_order(name: str) -> tuple[tuple[str, int], ...]:
-    """Return a sort key by which step-9 comes before step-10."""
-    parts = _NUMBER.split(name)
-    return tuple(("", int(part)) if at % 2 else (part, 0) for at, part in enumerate(parts))
+    from dcpstore.read.torch_file import TorchFile
 
 
 FileLayout: TypeAlias = Literal["dcpstore", "dcp", "safetensors", "torch_file"]
 
 _RANK_OF = re.compile(r"(?:.*/)?__(\d+)_\d+\.")
-_RANK_SEAL = re.compile(r"__(\d+)\.metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +165,7 @@ def describe(store: Store, config: ReadConfig) -> Description:
     try:
         found = discover(store, config)
     except NotFoundError as error:
-        sealed = [discover(store, config, rank=rank) for rank in _sealed_ranks(store)]
+        sealed = [discover(store, config, rank=rank) for rank in sealed_ranks(store)]
         if not sealed:
             raise NotFoundError(f"{error}. `dcpstore ls` shows what lies below a URL") from error
         with collector_paused():
@@ -561,18 +339,6 @@ def _merge(url: str, parts: list[Description]) -> Description:
     return Description(joined.url, joined.layout, joined.entries, joined.objects, remarks=(remark,))
 
 
-def _sealed_ranks(store: Store) -> list[int]:
-    try:
-        matches = [_RANK_SEAL.fullmatch(info.key) for info in store.list()]
-    except NotFoundError:
-        return []
-    except StoreError as error:
-        if not error.denied:
-            raise
-        return []
-    return sorted(int(match[1]) for match in matches if match)
-
-
 @lru_cache(maxsize=64)  # thousands of tensors share a few texts
 def _dtype_in(properties: str) -> str:
     return str(json.loads(properties)["dtype"])
@@ -584,12 +350,65 @@ def _rank_of(object_key: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def iter_shards(entries: Iterable[Described]) -> Iterator[tuple[Described, Shard]]:
-    """Yield every stored piece with its key."""
-    for entry in entries:
-        for shard in entry.shards:
-            yield entry, shard
+# --- torch.save files ----------------------------------------------------------------------
 
+
+def describe_torch_file(
+    url: str, *, storage_options: Mapping[str, Any] | None = None, config: ReadConfig | None = None
+) -> Description:
+    """Describe a ``torch.save`` file. Only what ``weights_only=True`` allows is unpickled.
+
+    Keys are those that DCP would give the saved state dict.
+
+    Raises:
+        NotFoundError: If there is no such file.
+        CorruptError: If it is damaged or names more than data.
+        IncompatibleError: If it has the form of torch before 1.6, or another.
+    """
+    # Here, so that whoever describes a checkpoint of ours does not wait for torch.
+    import torch
+
+    from dcpstore.read.torch_file import open_torch_file
+    from dcpstore.torch_private import flatten_state_dict
+
+    with open_torch_file(url, storage_options=storage_options, config=config) as file:
+        state = file.value if isinstance(file.value, Mapping) else {"root": file.value}
+        flat, _ = flatten_state_dict(dict(state))
+        name = file.url.rsplit("/", 1)[-1]
+        entries = [
+            _of_torch_tensor(file, name, key, value)
+            if isinstance(value, torch.Tensor)
+            else Described(key, "", (), is_tensor=False, shards=())
+            for key, value in flat.items()
+        ]
+        entries.sort(key=lambda entry: natural_order(entry.key))
+        stored_bytes = sum(storage.num_bytes for storage in file.storages.values())
+        held = DescribedObject(name, None, len(file.storages), stored_bytes, file.size_bytes)
+        tensors = (value for value in flat.values() if isinstance(value, torch.Tensor))
+        counts = Counter(file.storage_key(tensor) for tensor in tensors)
+        num_sharing = sum(n for key, n in counts.items() if key is not None and n > 1)
+        remark = f"{num_sharing} tensors share storage with others: their stored bytes count twice"
+        return Description(
+            url=file.url,
+            layout="torch_file",
+            entries=tuple(entries),
+            objects=(held,),
+            remarks=(remark,) if num_sharing else (),
+        )
+
+
+def _of_torch_tensor(file: TorchFile, name: str, key: str, tensor: torch.Tensor) -> Described:
+    shards: tuple[Shard, ...] = ()
+    sizes = tuple(tensor.shape)
+    place = file.place(tensor)
+    if place is not None:
+        storage, num_bytes = file.storages[place.storage_key], place.span().num_bytes
+        start, offsets = storage.member.header_offset, (0,) * len(sizes)
+        shards = (Shard(name, start, storage.num_bytes, num_bytes, offsets, sizes),)
+    return Described(key, dtype_name(tensor.dtype), sizes, is_tensor=True, shards=shards)
+
+
+# --- choosing and adding up ------------------------------------------------------------------
 
 Order: TypeAlias = Literal["key", "bytes", "shards", "dtype", "shape"]
 

@@ -10,14 +10,12 @@ Read many pieces of many objects once, in bounded memory, and look into each.
     workers                                                 | GET, look into each piece
 
 A piece that looks wrong is fetched once more, in case it was damaged on the way.
-
-What a checkpoint of a kind must hold, and how its bytes can be judged.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -286,37 +284,3 @@ def loss_of(key: str, span: ByteRange, error: CheckpointError) -> Finding:
     if isinstance(error, CorruptError):
         return Finding("truncated", str(error), key, span=span)
     return Finding("unreadable", str(error), key, span=span)
-
-
-class Contents(Protocol):
-    """The contents of one folder, as its metadata tell them."""
-
-    @property
-    def layout(self) -> str:
-        """``"dcpstore"``, ``"dcp"`` or ``"safetensors"``."""
-
-    @property
-    def num_keys(self) -> int:
-        """Keys of the state dict."""
-
-    @property
-    def num_items(self) -> int:
-        """Stored chunks and values."""
-
-    @property
-    def data_keys(self) -> frozenset[str]:
-        """Objects that must be there, the metadata left out."""
-
-    @property
-    def metadata_keys(self) -> frozenset[str]:
-        """Objects that hold the metadata."""
-
-    @property
-    def checked_bytes(self) -> int:
-        """Bytes compared so far with a checksum or with what they must be."""
-
-    def examine(self, store: Store, inventory: Inventory, scanner: Scanner) -> Iterator[Finding]:
-        """Compare everything with the metadata; yield what is wrong, in no order."""
-
-    def notes(self) -> Iterator[str]:
-        """Yield what was not checked and why, and what is unusual."""

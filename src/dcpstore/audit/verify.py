@@ -1,6 +1,4 @@
-"""From a folder to what it should hold; damaged metadata become findings.
-
-Whether what lies in a checkpoint's folder is what was saved: every object, every block.
+"""Whether what lies in a checkpoint's folder is what was saved: every object, every block.
 
 1. read the metadata; what is damaged there is a finding like any other
 2. list the folder (or look each object up, where listing is refused); compare sizes
@@ -22,19 +20,17 @@ safetensors  headers, sizes and index; values have no checksum in that format
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
-from dcpstore.audit.safetensors_files import FileContents
-from dcpstore.audit.scan import Contents, Finding, Inventory, Scanner, in_order, take_inventory
-from dcpstore.audit.sealed import Sealed, SealedContents, open_sealed
+from dcpstore.audit.contents import FileContents, Sealed, SealedContents, open_sealed
+from dcpstore.audit.scan import Finding, Inventory, Scanner, in_order, take_inventory
 from dcpstore.config import ReadConfig
-from dcpstore.errors import ConflictError, CorruptError, NotFoundError, StoreError
+from dcpstore.errors import ConflictError, CorruptError, NotFoundError
 from dcpstore.format.keys import METADATA_KEY, save_id_of
-from dcpstore.read.discovery import discover
+from dcpstore.read.discovery import discover, sealed_ranks
 from dcpstore.report import ProgressCallback, show_progress
 from dcpstore.store import open_store
 from dcpstore.store.base import ObjectInfo, Store
@@ -42,24 +38,14 @@ from dcpstore.store.folder import Folder
 from dcpstore.store.ranges import ByteRange
 from dcpstore.text import count_text, size_text, table
 
-_RANK_KEY = re.compile(r"__(\d+)\.metadata")
+Contents: TypeAlias = SealedContents | FileContents
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """What the metadata say, and what is wrong with the metadata.
-
-    Attributes:
-        contents: What the folder should hold.
-        findings: What is wrong with the metadata themselves.
-    """
-
-    contents: Contents
-    findings: tuple[Finding, ...]
-
-
-def open_contents(store: Store, config: ReadConfig) -> Opened:
+def open_contents(store: Store, config: ReadConfig) -> tuple[Contents, list[Finding]]:
     """Read the metadata of the folder's checkpoint, or of each rank's.
+
+    Returns:
+        What the folder should hold, and what is wrong with the metadata themselves.
 
     Raises:
         NotFoundError: If there is no checkpoint.
@@ -71,14 +57,14 @@ def open_contents(store: Store, config: ReadConfig) -> Opened:
     try:
         discovered = discover(store, config)
         if discovered.files is not None:
-            return Opened(FileContents(store), ())
+            return FileContents(store), []
         seals.append(open_sealed(discovered, config))
     except CorruptError as error:
         if (error.key or "").endswith(".safetensors"):
-            return Opened(FileContents(store), ())
+            return FileContents(store), []
         findings.append(_damage(error))
     except NotFoundError:
-        ranks = sorted(_ranks(store))
+        ranks = sealed_ranks(store)
         if not ranks:
             raise
         for rank in ranks:
@@ -86,7 +72,7 @@ def open_contents(store: Store, config: ReadConfig) -> Opened:
                 seals.append(open_sealed(discover(store, config, rank=rank), config))
             except CorruptError as error:
                 findings.append(_damage(error))
-    return Opened(SealedContents(seals, config), tuple(findings))
+    return SealedContents(seals, config), findings
 
 
 def _damage(error: CorruptError) -> Finding:
@@ -94,18 +80,6 @@ def _damage(error: CorruptError) -> Finding:
     if error.start is not None and error.end is not None:
         span = ByteRange(error.start, error.end)
     return Finding("metadata", str(error), error.key or METADATA_KEY, error.fqn, span)
-
-
-def _ranks(store: Store) -> Iterator[int]:
-    """Yield the ranks that sealed checkpoints of their own (``use_collectives=False``)."""
-    try:
-        for info in store.list():
-            match = _RANK_KEY.fullmatch(info.key)
-            if match:
-                yield int(match[1])
-    except StoreError as error:
-        if not error.denied:
-            raise
 
 
 _MAX_SHOWN = 20
@@ -227,13 +201,12 @@ def verify_checkpoint(
     try:
         with show_progress("verify", progress, is_coordinator=True) as meter:
             store = folder.open()
-            opened = open_contents(store, config)
-            contents = opened.contents
+            contents, findings = open_contents(store, config)
             needed = contents.data_keys | contents.metadata_keys
             inventory = take_inventory(store, needed, max_requests=config.max_requests)
             meter.expect(_expected_bytes(contents, inventory))
             scanner = Scanner(store, config, meter)
-            findings = [*opened.findings, *contents.examine(store, inventory, scanner)]
+            findings += contents.examine(store, inventory, scanner)
             if any(one.kind == "missing" for one in findings):
                 _reject_replaced(store, contents, config)
     finally:
@@ -266,7 +239,7 @@ def _expected_bytes(contents: Contents, inventory: Inventory) -> int:
 
 def _reject_replaced(store: Store, contents: Contents, config: ReadConfig) -> None:
     """Tell an object that was lost from one that an overwrite swept while we looked."""
-    now = open_contents(store, config).contents
+    now, _ = open_contents(store, config)
     if now.metadata_keys != contents.metadata_keys or now.data_keys != contents.data_keys:
         raise ConflictError(
             f"{store.url}: another save replaced the checkpoint while it was being verified;"

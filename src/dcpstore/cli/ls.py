@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-from dcpstore.audit.describe import ListedCheckpoint, Listing, list_checkpoints
+from dcpstore.audit.listing import ListedCheckpoint, Listing, list_checkpoints
 from dcpstore.cli.connection import add_connection_arguments, open_given_store, read_connection
 from dcpstore.cli.output import ExitCode, Output, format_age, format_time, table
 from dcpstore.text import count_text, size_text
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> ExitCode:
-    """List; see `dcpstore.audit.describe.list_checkpoints`."""
+    """List; see `dcpstore.audit.listing.list_checkpoints`."""
     with open_given_store(read_connection(args, args.url, out)) as store:
         listing = list_checkpoints(store)
     now = datetime.now(timezone.utc)

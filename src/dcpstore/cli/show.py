@@ -18,6 +18,7 @@ from dcpstore.audit.describe import (
     build_outline,
     describe,
     describe_file,
+    describe_torch_file,
     select,
     sort_entries,
     sum_up,
@@ -117,8 +118,6 @@ def _describe(connection: Connection) -> Description:
     if name.endswith(".safetensors"):
         return _describe_file(connection)
     if name.endswith(_TORCH_FILES):
-        from dcpstore.audit.torch_file_description import describe_torch_file
-
         with contextlib.suppress(NotFoundError):  # a folder may have such a name, too
             return describe_torch_file(
                 connection.url,

@@ -13,6 +13,7 @@ A rank's own ``__{rank}.metadata`` (``use_collectives=False``) is read when DCP 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,9 @@ from dcpstore.text import collector_paused
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+
+
+_RANK_KEY = re.compile(r"__(\d+)\.metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,22 @@ def discover(store: Store, config: ReadConfig, *, rank: int | None = None) -> Di
             key=key,
             denied=True,
         ) from error
+
+
+def sealed_ranks(store: Store) -> list[int]:
+    """Return the ranks that sealed checkpoints of their own (``use_collectives=False``).
+
+    By one listing; none where the store refuses it.
+    """
+    try:
+        matches = [_RANK_KEY.fullmatch(info.key) for info in store.list()]
+    except NotFoundError:
+        return []
+    except StoreError as error:
+        if not error.denied:
+            raise
+        return []
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _hint(url: str) -> str:
