@@ -209,11 +209,11 @@ def flaws_of_file(key: str, header: FileHeader, size_bytes: int) -> Iterator[Fla
     for one in header.tensors:
         if one.payload.end > size_bytes:
             lost = ByteRange(max(one.payload.start, size_bytes), one.payload.end)
-            message = f"lies outside: the file ends at byte {size_bytes}"
+            message = f"lies outside: the file ends at byte {size_bytes}, cut short"
             yield Flaw("truncated", message, key, one.fqn, lost)
     end = max((one.payload.end for one in header.tensors), default=header.end)
     if end < size_bytes:
-        yield Flaw("resized", "bytes behind the last tensor", key, span=ByteRange(end, size_bytes))
+        yield Flaw("resized", "bytes behind its last tensor", key, span=ByteRange(end, size_bytes))
 
 
 def flaws_of_index(
