@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import dcpstore
+from benchmarks import torch_save
 from benchmarks.gauge import measured
 from benchmarks.job import Site
 from benchmarks.processes import Server
@@ -51,14 +52,9 @@ NUM_SAVED = 2
 
 
 @dataclass(frozen=True)
-class Case:
-    """One load to measure."""
+class Case(torch_save.Case):
+    """One load to measure, within a budget."""
 
-    system: str
-    layout: str
-    num_ranks: int
-    num_tensors: int
-    tensor_mib: int
     budget_mib: int
 
     @property

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 from xml.etree import ElementTree as ET
@@ -619,12 +618,7 @@ class S3Server:
         self._is_up.wait()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
 

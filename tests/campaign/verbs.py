@@ -20,16 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcpstore
-from campaign.judge import (
-    Evidence,
-    Report,
-    Save,
-    judge,
-    rank_state,
-    read_checkpoint,
-    report_of,
-    shapes_of,
-)
+from campaign import judge
 from campaign.models import URLS, Died, ModelUploads, Raw, World, open_model
 from campaign.schedule import Fault, Schedule
 from dcpstore.audit.prune import Place, Rules, find_in, remove
@@ -60,7 +51,7 @@ class Result:
     schedule: Schedule
     problems: list[str]
     fired: list[Fault]
-    reports: list[Report]
+    reports: list[judge.Report]
     log: list[str]
 
 
@@ -74,13 +65,13 @@ class _Run:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.shapes = shapes_of(schedule.ranks, schedule.flags)
+        self.shapes = judge.shapes_of(schedule.ranks, schedule.flags)
         letters = ("A", *([schedule.other] if schedule.other else ()))
         self.world = World(schedule, letters)
-        self.reports: list[Report] = []
+        self.reports: list[judge.Report] = []
         self.loads: list[tuple[str, Mapping[str, Any]]] = []
         self.may_replace = schedule.has_old or "force" in schedule.flags
-        self.old = Save("O", 1) if schedule.has_old else None
+        self.old = judge.Save("O", 1) if schedule.has_old else None
         self._random = random.Random(str(schedule))
 
     def run(self) -> Result:
@@ -98,7 +89,7 @@ class _Run:
         if ".metadata" in world.objects and not world.was_overtaken and self._is_chosen():
             self._load("Y0")
         objects = _bytes_of(world.objects)
-        evidence = Evidence(
+        evidence = judge.Evidence(
             shapes=self.shapes,
             old=self.old,
             reports=self.reports,
@@ -110,7 +101,7 @@ class _Run:
         problems = self._problems_of_others(objects)
         if schedule.operation == "prune" or self._is_chosen():
             problems += self._prune_last(evidence)
-        problems += judge(evidence)
+        problems += judge.judge(evidence)
         if not problems and self._is_chosen():
             problems += self._save_again()
         if schedule.transport == "sim-fsspec":
@@ -127,7 +118,7 @@ class _Run:
         """
         if not self.world.was_overtaken:
             return ("(5)",)
-        needed = read_checkpoint(objects, self.shapes).referenced
+        needed = judge.read_checkpoint(objects, self.shapes).referenced
         by = {self.world.dropped_by.get(key) for key in needed - set(objects)}
         return ("(5)",) if self.world.history[-1] in by else ("(1)", "(2)", "(3)", "(5)", "(8)")
 
@@ -171,12 +162,12 @@ class _Run:
         for letter, thread in threads.items():
             thread.join(_JOIN_S)
             if thread.is_alive():
-                self.reports.append(Report(f"{letter}0", "hung", "it waits and waits"))
+                self.reports.append(judge.Report(f"{letter}0", "hung", "it waits and waits"))
 
     # Savers ---------------------------------------------------------------------------------
 
     def _save(self, letter: str) -> None:
-        save = Save(letter, 2)
+        save = judge.Save(letter, 2)
         if self.schedule.entry == "dcpstore":
             self._save_by_dcpstore(letter, save)
         elif self.schedule.ranks == 1:
@@ -184,7 +175,7 @@ class _Run:
         else:
             self._save_rank_by_rank(letter, save)
 
-    def _save_by_dcp(self, letter: str, save: Save) -> None:
+    def _save_by_dcp(self, letter: str, save: judge.Save) -> None:
         actor, writer = f"{letter}0", self._writer(f"{letter}0")
         error: BaseException | None = None
         try:
@@ -194,7 +185,7 @@ class _Run:
             self._sweep_unsealed([writer])
         self._report(actor, error, save)
 
-    def _save_rank_by_rank(self, letter: str, save: Save) -> None:
+    def _save_rank_by_rank(self, letter: str, save: judge.Save) -> None:
         """Call planners and writers in DCP's order; the calls of each step rank after rank."""
         ranks = range(self.schedule.ranks)
         writers = [self._writer(f"{letter}{rank}") for rank in ranks]
@@ -240,7 +231,7 @@ class _Run:
             except Died:
                 continue
 
-    def _save_by_dcpstore(self, letter: str, save: Save) -> None:
+    def _save_by_dcpstore(self, letter: str, save: judge.Save) -> None:
         ranks = self.schedule.ranks
 
         def one(rank: int, group: Any = None) -> None:
@@ -261,10 +252,12 @@ class _Run:
             return
         team = _Team(ranks, lambda rank: f"{letter}{rank}" in self.world.script.dead)
         for rank in team.run(one):
-            self.reports.append(Report(f"{letter}{rank}", "hung", "it waits for others", save))
+            self.reports.append(
+                judge.Report(f"{letter}{rank}", "hung", "it waits for others", save)
+            )
 
-    def _state(self, save: Save, rank: int) -> dict[str, Any]:
-        return rank_state(save, rank, self.schedule.ranks, self.schedule.flags)
+    def _state(self, save: judge.Save, rank: int) -> dict[str, Any]:
+        return judge.rank_state(save, rank, self.schedule.ranks, self.schedule.flags)
 
     def _writer(self, actor: str) -> dcpstore.ObjectStoreWriter:
         return dcpstore.ObjectStoreWriter(
@@ -291,11 +284,13 @@ class _Run:
 
         return opener
 
-    def _report(self, actor: str, error: BaseException | None, save: Save | None = None) -> None:
+    def _report(
+        self, actor: str, error: BaseException | None, save: judge.Save | None = None
+    ) -> None:
         if actor in self.world.script.dead:
-            self.reports.append(Report(actor, "died", "", save))
+            self.reports.append(judge.Report(actor, "died", "", save))
         else:
-            self.reports.append(report_of(actor, error, save))
+            self.reports.append(judge.report_of(actor, error, save))
 
     # The others -----------------------------------------------------------------------------
 
@@ -340,7 +335,7 @@ class _Run:
         with place as at:
             remove(at, find_in(at, Rules(), self.world.clock))
 
-    def _prune_last(self, evidence: Evidence) -> list[str]:
+    def _prune_last(self, evidence: judge.Evidence) -> list[str]:
         """Prune when everything is two days old, without faults."""
         self.world.sleep(2 * DAY_S)
         try:
@@ -360,8 +355,8 @@ class _Run:
         self._save("Y")
         said, self.reports = self.reports, before
         problems = [f"(9) {one.actor} failed afterwards: {one.text}" for one in said if one.text]
-        reading = read_checkpoint(_bytes_of(self.world.objects), shapes_of(1))
-        if reading.save != Save("Y", 2):
+        reading = judge.read_checkpoint(_bytes_of(self.world.objects), judge.shapes_of(1))
+        if reading.save != judge.Save("Y", 2):
             problems.append(f"(9) a save of afterwards returned, and {reading} lies there")
         return problems
 
@@ -396,7 +391,8 @@ def _config(flags: tuple[str, ...]) -> dcpstore.WriteConfig:
 def _old_objects(transport: str, ranks: int, flags: tuple[str, ...]) -> dict[str, Raw]:
     """Save what was there before, by the same engine, once per form."""
     run = _Run(Schedule("first_save", "dcp", ranks, transport, flags=tuple(sorted(flags))))
-    run._save_by_dcp("O", Save("O", 1)) if ranks == 1 else run._save_rank_by_rank("O", Save("O", 1))
+    save = run._save_by_dcp if ranks == 1 else run._save_rank_by_rank
+    save("O", judge.Save("O", 1))
     assert {one.outcome for one in run.reports} == {"ok"}, run.reports
     return run.world.objects
 

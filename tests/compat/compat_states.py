@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import _thread
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-__all__ = ["DTYPES", "QUIET", "assert_same", "blank", "full_state", "pattern"]
+import dcpstore
+from dcpstore.read.pump import ReadStats
+from dcpstore.report import Progress
+
+__all__ = [
+    "DTYPES",
+    "QUIET",
+    "CtrlC",
+    "assert_same",
+    "blank",
+    "full_state",
+    "load",
+    "load_by_dcp",
+    "pattern",
+    "save",
+]
 
 QUIET = [
     # DCP says so whenever one process saves or loads alone, as most of these tests do.
@@ -132,3 +149,37 @@ def assert_same(got: Any, expected: Any, path: str = "state") -> None:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     return dense.view(-1).view(torch.uint8)
+
+
+def save(state: dict[str, Any], url: Any, options: Any = None, **more: Any) -> None:
+    dcpstore.save(state, url, storage_options=options, progress=False, **more)
+
+
+def load(state: dict[str, Any], url: Any, options: Any = None) -> dict[str, Any]:
+    """Load into a blank copy of a state."""
+    target: dict[str, Any] = blank(state)
+    dcpstore.load(target, url, storage_options=options, progress=False)
+    return target
+
+
+def load_by_dcp(
+    url: Any, template: dict[str, Any], **options: Any
+) -> tuple[dict[str, Any], ReadStats]:
+    """Load into a blank copy of a state by ``dcp.load``; return what our reader did, too."""
+    reader = dcpstore.ObjectStoreReader(url, **options)
+    target: dict[str, Any] = blank(template)
+    dcp.load(target, storage_reader=reader, no_dist=True)
+    assert reader.last_read is not None
+    return target, reader.last_read
+
+
+class CtrlC:
+    """A progress callback that presses ctrl-C when the first bytes are through, once."""
+
+    def __init__(self) -> None:
+        self._is_pressed = False
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.done_bytes > 0 and not self._is_pressed:
+            self._is_pressed = True
+            _thread.interrupt_main()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from compat_states import QUIET, assert_same, blank, full_state, pattern
+from compat_states import QUIET, CtrlC, assert_same, blank, full_state, load, pattern, save
 
 import dcpstore
 from dcpstore import AlreadyExistsError, ConfigError, CorruptError, NotFoundError, RankFailures
@@ -26,7 +26,7 @@ from dcpstore.format.keys import METADATA_KEY
 from dcpstore.format.manifest import decode
 from dcpstore.ranks import SingleGroup
 from dcpstore.report import Meter
-from dcpstore.store import open_store
+from dcpstore.store import Store, open_store
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 from dcpstore.testing.ranks import run_ranks
 
@@ -37,16 +37,6 @@ pytestmark = [
 ]
 
 MIB = 1 << 20
-
-
-def save(state, url, options=None, **more) -> None:
-    dcpstore.save(state, url, storage_options=options, progress=False, **more)
-
-
-def load(state, url, options=None):
-    target = blank(state)
-    dcpstore.load(target, url, storage_options=options, progress=False)
-    return target
 
 
 def objects(folder: Path) -> dict[str, bytes]:
@@ -109,12 +99,16 @@ def test_a_stock_checkpoint_is_copied_name_by_name(tmp_path, state) -> None:
     assert set(result.objects) | {METADATA_KEY} == set(objects(tmp_path / "a"))
 
 
+def save_by(writer: str, state: dict[str, Any], folder: Path) -> None:
+    if writer == "ours":
+        save(state, folder)
+    else:
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_a_checkpoint_written_anew_is_ours_and_the_same(tmp_path, state, writer) -> None:
-    if writer == "ours":
-        save(state, tmp_path / "a")
-    else:
-        dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    save_by(writer, state, tmp_path / "a")
     result = dcp_to_dcp(
         tmp_path / "a", tmp_path / "b", reencode=True, object_bytes=2 * MIB, budget_bytes=32 * MIB
     )
@@ -188,13 +182,6 @@ def test_a_checkpoint_may_be_copied_onto_itself(tmp_path, state) -> None:
 def test_ctrl_c_leaves_no_checkpoint_no_object_and_no_upload(s3_server, tmp_path, reencode) -> None:
     save({"w": pattern(torch.float32, (4000, 1000), seed=1)}, tmp_path / "a")
     client = s3_server.create_bucket(f"copy-stopped-{int(reencode)}")
-    pressed = []
-
-    def press_ctrl_c(progress) -> None:
-        if progress.done_bytes > 0 and not pressed:
-            pressed.append(True)
-            _thread.interrupt_main()
-
     with pytest.raises(KeyboardInterrupt):
         dcp_to_dcp(
             tmp_path / "a",
@@ -202,7 +189,7 @@ def test_ctrl_c_leaves_no_checkpoint_no_object_and_no_upload(s3_server, tmp_path
             reencode=reencode,
             target_options=s3_server.storage_options(),
             budget_bytes=32 * MIB,
-            progress=press_ctrl_c,
+            progress=CtrlC(),
         )
     assert client.keys() == []
     assert client.open_uploads() == []
@@ -230,12 +217,22 @@ def test_a_cut_source_is_named_and_nothing_is_sealed(tmp_path, state) -> None:
     assert not (tmp_path / "b").exists() or objects(tmp_path / "b") == {}
 
 
+def copy_by(how: Any, checkpoint: dcpstore.Checkpoint, target: Store, *, verify: bool) -> None:
+    mirror(
+        SingleGroup(10),
+        how,
+        checkpoint.store,
+        target,
+        shares=share_budget(32 * MIB),
+        meter=Meter("copy"),
+        overwrite=False,
+        verify=verify,
+    )
+
+
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_a_copy_that_reads_back_differently_is_not_sealed(tmp_path, state, writer) -> None:
-    if writer == "ours":
-        save(state, tmp_path / "a")
-    else:
-        dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    save_by(writer, state, tmp_path / "a")
     inner = open_store(tmp_path / "b")
     target = FaultyStore(inner, [StoreFault("flip", "get_range", bit=99_999)])
 
@@ -244,16 +241,7 @@ def test_a_copy_that_reads_back_differently_is_not_sealed(tmp_path, state, write
             how = MirrorOfStock(checkpoint, target)
             if writer == "ours":
                 how = MirrorOfOurs(checkpoint, dcpstore.ObjectStoreWriter(tmp_path / "b"))
-            mirror(
-                SingleGroup(10),
-                how,
-                checkpoint.store,
-                target,
-                shares=share_budget(32 * MIB),
-                meter=Meter("copy"),
-                overwrite=False,
-                verify=verify,
-            )
+            copy_by(how, checkpoint, target, verify=verify)
 
     with pytest.raises(RankFailures, match="distcp"):
         copy(verify=True)
@@ -274,16 +262,7 @@ def test_a_copy_whose_seal_was_not_answered_deletes_nothing(tmp_path, state) -> 
         dcpstore.open_checkpoint(tmp_path / "a") as checkpoint,
         pytest.raises(RankFailures, match="No object was deleted"),
     ):
-        mirror(
-            SingleGroup(10),
-            MirrorOfStock(checkpoint, target),
-            checkpoint.store,
-            target,
-            shares=share_budget(32 * MIB),
-            meter=Meter("copy"),
-            overwrite=False,
-            verify=False,
-        )
+        copy_by(MirrorOfStock(checkpoint, target), checkpoint, target, verify=False)
     assert_same(load(state, tmp_path / "b"), state)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import json
 import struct
 from math import prod
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from compat_states import QUIET, assert_same, blank, pattern
+from compat_states import QUIET, CtrlC, assert_same, blank, load, pattern, save
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 from torch.distributed.checkpoint.planner import SavePlan
@@ -93,16 +92,6 @@ def load_folder(folder: Path) -> dict[str, torch.Tensor]:
         with safe_open(folder / key, "pt") as file:
             found[name] = file.get_tensor(name)
     return found
-
-
-def save(state, url, options=None, **more) -> None:
-    dcpstore.save(state, url, storage_options=options, progress=False, **more)
-
-
-def load(state, url, options=None):
-    target = blank(state)
-    dcpstore.load(target, url, storage_options=options, progress=False)
-    return target
 
 
 def write_file(path: Path, header: dict | bytes, data: bytes, length: int | None = None) -> None:
@@ -413,13 +402,6 @@ def test_ctrl_c_leaves_no_file_and_no_upload(s3_server, tmp_path, max_shard_byte
     model = {f"layer{n}": pattern(torch.float32, (1000, 700), seed=n) for n in range(5)}
     save(model, tmp_path / "dcp")
     client = s3_server.create_bucket("interrupted")
-    pressed = []
-
-    def press_ctrl_c(progress) -> None:
-        if progress.done_bytes > 0 and not pressed:
-            pressed.append(True)
-            _thread.interrupt_main()
-
     with pytest.raises(KeyboardInterrupt):
         dcp_to_safetensors(
             tmp_path / "dcp",
@@ -427,19 +409,24 @@ def test_ctrl_c_leaves_no_file_and_no_upload(s3_server, tmp_path, max_shard_byte
             target_options=s3_server.storage_options(),
             max_shard_bytes=max_shard_bytes,
             budget_bytes=32 * MIB,
-            progress=press_ctrl_c,
+            progress=CtrlC(),
         )
     assert client.keys() == []
     assert client.open_uploads() == []
 
 
-def test_a_damaged_source_leaves_no_file(tmp_path) -> None:
-    model = {f"layer{n}": pattern(torch.float32, (1000, 700), seed=n) for n in range(5)}
-    save(model, tmp_path / "dcp")
-    (data,) = (tmp_path / "dcp").glob("*.distcp")
+def damage(folder: Path) -> None:
+    """Flip a bit of the last tensor."""
+    (data,) = folder.glob("*.distcp")
     content = bytearray(data.read_bytes())
     content[-100_000] ^= 1
     data.write_bytes(content)
+
+
+def test_a_damaged_source_leaves_no_file(tmp_path) -> None:
+    model = {f"layer{n}": pattern(torch.float32, (1000, 700), seed=n) for n in range(5)}
+    save(model, tmp_path / "dcp")
+    damage(tmp_path / "dcp")
     with pytest.raises(CorruptError, match="layer4"):
         dcp_to_safetensors(
             tmp_path / "dcp", tmp_path / "hf", max_shard_bytes=3 * MIB, budget_bytes=32 * MIB
@@ -553,10 +540,7 @@ def test_ranks_share_the_files_and_the_way_back(tmp_path) -> None:
 def test_a_rank_that_fails_takes_the_files_of_all_along(tmp_path) -> None:
     model = {f"layer{n}": pattern(torch.float32, (300, 700), seed=n) for n in range(6)}
     save(model, tmp_path / "dcp")
-    (data,) = (tmp_path / "dcp").glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[-100_000] ^= 1
-    data.write_bytes(content)
+    damage(tmp_path / "dcp")
 
     def convert(group):
         dcp_to_safetensors(

@@ -22,16 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch_states import assert_same_file, shared, torch_state
 
 import dcpstore
-from dcpstore import (
-    AlreadyExistsError,
-    CheckpointError,
-    ConfigError,
-    ConflictError,
-    CorruptError,
-    IncompatibleError,
-    NotFoundError,
-    RankFailures,
-)
+from dcpstore import errors
 from dcpstore.convert import dcp_to_torch_save, torch_save_to_dcp
 from dcpstore.convert.torch.layout import (
     LAYOUT_KEY,
@@ -351,11 +342,11 @@ def test_keys_names_and_dtypes_are_chosen_either_way(when: str, local: Site) -> 
 def test_a_pattern_that_matches_nothing_and_a_name_in_use_are_errors(local: Site) -> None:
     local.put("a.pt", {"a": torch.ones(2), "b": {"c": torch.ones(2)}, "n": 1})
     local.to_dcp("a.pt", "ckpt")
-    with pytest.raises(ConfigError, match="'nothing' matches none"):
+    with pytest.raises(errors.ConfigError, match="'nothing' matches none"):
         local.to_dcp("a.pt", "other", keys=["nothing"])
-    with pytest.raises(ConfigError, match=r"'a' and 'b.c'|'b.c' and 'a'"):
+    with pytest.raises(errors.ConfigError, match=r"'a' and 'b.c'|'b.c' and 'a'"):
         local.to_dcp("a.pt", "other", rename={"b.c": "a"})
-    with pytest.raises(ConfigError, match="leads through 'a', which is no dictionary"):
+    with pytest.raises(errors.ConfigError, match="leads through 'a', which is no dictionary"):
         local.to_file("ckpt", "b.pt", rename={"b.c": "a.c"})
     assert local.names("other") == []
     assert "b.pt" not in local.names()
@@ -370,9 +361,9 @@ def test_a_target_that_exists_stays_unless_it_is_to_be_replaced(local: Site) -> 
     local.to_file("ckpt", "b.pt")
     before = local.get("b.pt"), local.names("ckpt")
     local.put("new.pt", {"w": torch.zeros(3)})
-    with pytest.raises(AlreadyExistsError):
+    with pytest.raises(errors.AlreadyExistsError):
         local.to_dcp("new.pt", "ckpt")
-    with pytest.raises(AlreadyExistsError, match=r"already holds b.pt"):
+    with pytest.raises(errors.AlreadyExistsError, match=r"already holds b.pt"):
         local.to_file("ckpt", "b.pt")
     assert (local.get("b.pt"), local.names("ckpt")) == before
     local.to_dcp("new.pt", "ckpt", overwrite=True)
@@ -384,10 +375,10 @@ def test_a_target_that_exists_stays_unless_it_is_to_be_replaced(local: Site) -> 
 def test_the_source_and_its_parts_are_no_targets(local: Site) -> None:
     local.put("a.pt", {"w": torch.ones(2)})
     local.to_dcp("a.pt", "ckpt")
-    with pytest.raises(ConfigError, match="source and target are both"):
+    with pytest.raises(errors.ConfigError, match="source and target are both"):
         local.to_dcp("a.pt", "a.pt", overwrite=True)
     for name in ("ckpt", "ckpt/.metadata", local.names("ckpt")[-1]):
-        with pytest.raises(ConfigError, match="is the source or a part of it"):
+        with pytest.raises(errors.ConfigError, match="is the source or a part of it"):
             local.to_file("ckpt", name, overwrite=True)
     local.to_file("ckpt", "ckpt/model.pt")  # beside them is fine
 
@@ -397,17 +388,17 @@ def test_sources_that_are_none_are_told_apart(local: Site) -> None:
     local.put("list.pt", [torch.ones(2)])
     local.put("odd.pt", {"a": {"b": 1}, "a.b": 2})
     local.to_dcp("a.pt", "ckpt")
-    with pytest.raises(NotFoundError):
+    with pytest.raises(errors.NotFoundError):
         local.to_dcp("absent.pt", "x")
-    with pytest.raises(IncompatibleError, match="is a folder"):
+    with pytest.raises(errors.IncompatibleError, match="is a folder"):
         local.to_dcp("ckpt", "x")
-    with pytest.raises(IncompatibleError, match=r"holds a list.*made of a dictionary"):
+    with pytest.raises(errors.IncompatibleError, match=r"holds a list.*made of a dictionary"):
         local.to_dcp("list.pt", "x")
-    with pytest.raises(IncompatibleError, match="two entries that DCP gives one key"):
+    with pytest.raises(errors.IncompatibleError, match="two entries that DCP gives one key"):
         local.to_dcp("odd.pt", "x")
-    with pytest.raises(NotFoundError):
+    with pytest.raises(errors.NotFoundError):
         local.to_file("absent", "x.pt")
-    with pytest.raises(CheckpointError):
+    with pytest.raises(errors.CheckpointError):
         local.to_file("a.pt", "x.pt")
     assert local.names("x") == []
 
@@ -424,7 +415,7 @@ def test_a_damaged_file_makes_no_checkpoint(s3: Site, s3_server: MotoServer) -> 
     bucket = s3_server.client("convert-torch")
     prefix = s3.url.removeprefix("s3://convert-torch/")
     bucket.flip_bit(f"{prefix}/a.pt", 7 * MIB)
-    with pytest.raises(CorruptError, match="storage 0 is not what was saved") as failure:
+    with pytest.raises(errors.CorruptError, match="storage 0 is not what was saved") as failure:
         s3.to_dcp("a.pt", "ckpt", budget_bytes=SMALL)
     assert failure.value.start < 7 * MIB < failure.value.end
     assert s3.names("ckpt") == []
@@ -438,7 +429,7 @@ def test_a_damaged_checkpoint_makes_no_file(s3: Site, s3_server: MotoServer) -> 
     prefix = s3.url.removeprefix("s3://convert-torch/")
     (data,) = [name for name in s3.names("ckpt") if name.endswith(".distcp")]
     bucket.flip_bit(f"{prefix}/{data}", 20 * MIB)
-    with pytest.raises(CorruptError, match="are not the bytes that were saved"):
+    with pytest.raises(errors.CorruptError, match="are not the bytes that were saved"):
         s3.to_file("ckpt", "b.pt", budget_bytes=SMALL)
     assert "b.pt" not in s3.names()
     assert bucket.open_uploads() == []
@@ -454,7 +445,7 @@ def test_a_file_replaced_meanwhile_makes_no_checkpoint(tmp_path: Path) -> None:
             torch.save({"w": torch.ones(3 * MIB) * 2}, tmp_path / "new.pt")
             (tmp_path / "new.pt").replace(tmp_path / "a.pt")
 
-    with pytest.raises(ConflictError, match="was replaced while it was read"):
+    with pytest.raises(errors.ConflictError, match="was replaced while it was read"):
         torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "ckpt", progress=replace)
     assert not (tmp_path / "ckpt" / ".metadata").exists()
     assert list((tmp_path / "ckpt").glob("*.distcp")) == []
@@ -473,10 +464,10 @@ class Config:
 
 def test_a_callers_class_needs_an_explicit_word_both_ways(local: Site) -> None:
     local.put("a.pt", {"w": torch.ones(2), "config": Config(5)})
-    with pytest.raises(CorruptError, match=r"not run.*weights_only=False"):
+    with pytest.raises(errors.CorruptError, match=r"not run.*weights_only=False"):
         local.to_dcp("a.pt", "ckpt")
     local.to_dcp("a.pt", "ckpt", weights_only=False)
-    with pytest.raises(CorruptError, match=r"not run.*weights_only=False"):
+    with pytest.raises(errors.CorruptError, match=r"not run.*weights_only=False"):
         local.to_file("ckpt", "b.pt")
     local.to_file("ckpt", "b.pt", weights_only=False)
     found = torch.load(io.BytesIO(local.get("b.pt")), weights_only=False)
@@ -489,7 +480,9 @@ def test_a_callers_class_needs_an_explicit_word_both_ways(local: Site) -> None:
 def test_a_value_of_a_stock_checkpoint_is_not_run(local: Site, tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "config": Config(5)}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "ckpt"), no_dist=True)
-    with pytest.raises(CorruptError, match="'config' names more than plain data; it was not run"):
+    with pytest.raises(
+        errors.CorruptError, match="'config' names more than plain data; it was not run"
+    ):
         local.to_file("ckpt", "b.pt")
     local.to_file("ckpt", "b.pt", weights_only=False)
 
@@ -497,7 +490,7 @@ def test_a_value_of_a_stock_checkpoint_is_not_run(local: Site, tmp_path: Path) -
 def test_a_structure_that_names_code_is_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     evil = f"cposix\nsystem\n(S'touch {mark}'\ntR.".encode()
-    with pytest.raises(CorruptError, match="not run"):
+    with pytest.raises(errors.CorruptError, match="not run"):
         open_structure(evil, weights_only=True, what="x")
     assert not mark.exists()
 
@@ -556,7 +549,7 @@ def test_a_damaged_structure_is_an_error(layout: bytes, local: Site) -> None:
     planner = _WithLayout()
     planner.layout = layout
     dcpstore.save({"w": torch.ones(2)}, local.at("ckpt"), planner=planner)
-    with pytest.raises(CorruptError, match=r"record of its torch.save file is damaged"):
+    with pytest.raises(errors.CorruptError, match=r"record of its torch.save file is damaged"):
         local.to_file("ckpt", "b.pt")
 
 
@@ -564,7 +557,9 @@ def test_a_structure_of_a_newer_version_says_so(local: Site) -> None:
     planner = _WithLayout()
     planner.layout = b"DCPTORCH\x02\x00\x00\x00\x02\x00\x00\x00{}"
     dcpstore.save({"w": torch.ones(2)}, local.at("ckpt"), planner=planner)
-    with pytest.raises(IncompatibleError, match="has version 2; this dcpstore reads version 1"):
+    with pytest.raises(
+        errors.IncompatibleError, match="has version 2; this dcpstore reads version 1"
+    ):
         local.to_file("ckpt", "b.pt")
 
 
@@ -593,7 +588,7 @@ def test_all_ranks_hear_of_one_that_met_damage(local: Site, tmp_path: Path) -> N
     run = run_ranks(3, lambda group: local.to_dcp("a.pt", "ckpt", process_group=group))
     assert set(run.errors) == {0, 1, 2}
     for error in run.errors.values():
-        assert isinstance(error, RankFailures)
+        assert isinstance(error, errors.RankFailures)
         assert list(error.causes) == [2]
     assert local.names("ckpt") == []
 
@@ -629,7 +624,7 @@ def test_progress_counts_every_byte_up_to_the_end(local: Site) -> None:
 def test_a_budget_that_is_too_small_is_an_error(
     convert: Callable[..., Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="budget_bytes=1000 is too small"):
+    with pytest.raises(errors.ConfigError, match="budget_bytes=1000 is too small"):
         convert(tmp_path / "a", tmp_path / "b", budget_bytes=1000)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from compat_states import QUIET, assert_same, blank, full_state, pattern
+from compat_states import QUIET, assert_same, full_state, load_by_dcp, pattern
 from part_planner import PartPlanner
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
@@ -42,27 +43,24 @@ def bucket(moto_server: MotoServer) -> str:
     return "s3://ours-reads-stock"
 
 
-def load(url, template, **more):
-    reader = ObjectStoreReader(url, **more)
-    target = blank(template)
-    dcp.load(target, storage_reader=reader, no_dist=True)
-    return target, reader.last_read
+def shape(threads: int, one_file: bool, zstd: bool) -> dict[str, Any]:
+    """What a stock writer is told."""
+    return {
+        "single_file_per_rank": one_file,
+        "thread_count": threads,
+        "sync_files": False,
+        "_extensions": [ZStandard()] if zstd else None,
+    }
 
 
 @pytest.mark.parametrize(("threads", "one_file", "zstd"), SHAPES, ids=IDS)
 def test_a_folder_of_the_file_system_writer_loads(
     tmp_path, state, threads: int, one_file: bool, zstd: bool
 ) -> None:
-    writer = dcp.FileSystemWriter(
-        tmp_path,
-        single_file_per_rank=one_file,
-        thread_count=threads,
-        sync_files=False,
-        _extensions=[ZStandard()] if zstd else None,
-    )
+    writer = dcp.FileSystemWriter(tmp_path, **shape(threads, one_file, zstd))
     dcp.save(state, storage_writer=writer, no_dist=True)
     assert len(list(tmp_path.glob("*.distcp"))) >= (threads if one_file else 30)
-    loaded, stats = load(tmp_path, state)
+    loaded, stats = load_by_dcp(tmp_path, state)
     assert_same(loaded, state)
     assert stats.fetched_bytes <= 1.1 * stats.needed_bytes
 
@@ -77,16 +75,9 @@ def test_a_bucket_of_the_fsspec_writer_loads(
 ) -> None:
     options = moto_server.storage_options()
     url = f"{bucket}/{request.node.callspec.id}"
-    writer = FsspecWriter(
-        url,
-        single_file_per_rank=one_file,
-        thread_count=threads,
-        sync_files=False,
-        _extensions=[ZStandard()] if zstd else None,
-        **options,
-    )
+    writer = FsspecWriter(url, **shape(threads, one_file, zstd), **options)
     dcp.save(state, storage_writer=writer, no_dist=True)
-    loaded, _ = load(url, state, storage_options=options)
+    loaded, _ = load_by_dcp(url, state, storage_options=options)
     assert_same(loaded, state)
 
 
@@ -95,13 +86,13 @@ def test_metadata_of_a_rank_alone_is_found(tmp_path, state) -> None:
     dcp.save(state, storage_writer=writer, no_dist=True, use_collectives=False)
     assert (tmp_path / "__0.metadata").exists()
     assert not (tmp_path / ".metadata").exists()
-    assert_same(load(tmp_path, state)[0], state)
+    assert_same(load_by_dcp(tmp_path, state)[0], state)
 
 
 def test_a_partial_state_dict_fetches_only_its_keys(tmp_path, state) -> None:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False), no_dist=True)
     part = {"above_inline": state["above_inline"], "step": 100}
-    loaded, stats = load(tmp_path, part, config=ReadConfig(join_gap_bytes=0))
+    loaded, stats = load_by_dcp(tmp_path, part, config=ReadConfig(join_gap_bytes=0))
     assert_same(loaded, part)
     assert (stats.num_targets, stats.num_requests) == (2, 2)
     assert stats.fetched_bytes == stats.needed_bytes < 190_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,10 +17,25 @@ from dcpstore.testing import conformance
 from .conftest import ONCE
 
 
-class OneObject(BaseHTTPRequestHandler):
-    """Google's JSON API for one object: multipart uploads, metadata, preconditions."""
+class Answering(BaseHTTPRequestHandler):
+    """Answers in JSON and logs nothing."""
 
     protocol_version = "HTTP/1.1"
+
+    def answer(self, status, said, **headers):
+        text = b"" if said is None else json.dumps(said).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(text)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args):
+        pass
+
+
+class OneObject(Answering):
+    """Google's JSON API for one object: multipart uploads, metadata, preconditions."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -38,26 +54,24 @@ class OneObject(BaseHTTPRequestHandler):
         state["generation"] += 1
         return self.answer(200, {"generation": str(state["generation"])})
 
-    def answer(self, status, said):
-        text = json.dumps(said).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
 
-    def log_message(self, *args):
-        pass
+@contextmanager
+def serving(handler, **state):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    server.state = state
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture
 def google():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), OneObject)
-    server.daemon_threads = True
-    server.state = {"generation": 0, "posts": 0, "failures": []}
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(OneObject, generation=0, posts=0, failures=[]) as server:
+        yield server
 
 
 def open_google(server, retry=ONCE):
@@ -129,10 +143,8 @@ def test_a_wrong_bucket_is_not_found_and_not_created(gcs_server):
 # Uploads of many parts -----------------------------------------------------------------------
 
 
-class Sessions(BaseHTTPRequestHandler):
+class Sessions(Answering):
     """Google's resumable uploads, which leave requests without an answer as they are told to."""
-
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self):
         state = self.server.state
@@ -178,35 +190,14 @@ class Sessions(BaseHTTPRequestHandler):
         self.close_connection = True
         return True
 
-    def answer(self, status, said, **headers):
-        text = b"" if said is None else json.dumps(said).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(text)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *args):
-        pass
-
 
 @pytest.fixture
 def sessions():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Sessions)
-    server.daemon_threads = True
-    server.state = {
-        "data": b"",
-        "is_done": False,
-        "seen": [],
-        "silent": [],
-        "takes": [],
-        "over": threading.Event(),
-    }
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.state["over"].set()
-    server.shutdown()
-    server.server_close()
+    over = threading.Event()
+    empty = {"data": b"", "is_done": False, "seen": [], "silent": [], "takes": []}
+    with serving(Sessions, **empty, over=over) as server:
+        yield server
+        over.set()
 
 
 QUICK = RetryPolicy(base_delay_s=0.01, timeout_floor_s=1.0, min_bytes_per_s=2**33)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +16,7 @@ from dcpstore.errors import (
     NotFoundError,
     StoreError,
 )
-from dcpstore.store import IfMatch, RetryPolicy, open_store
+from dcpstore.store import IfMatch, RetryPolicy, Store, open_store
 from dcpstore.testing import Fault
 from dcpstore.testing.conformance import PART_BYTES
 
@@ -61,19 +62,23 @@ def test_a_wrong_bucket_is_named_and_never_created(engine, s3_server):
     assert not s3_server.counts()["CreateBucket"]
 
 
+def every_verb(store: Store) -> tuple[Callable[[], object], ...]:
+    """Calls of one request each."""
+    return (
+        lambda: store.put("a", b"12345"),
+        lambda: store.get("a"),
+        lambda: store.get_range("a", 1, 2),
+        lambda: store.head("a"),
+        lambda: list(store.list()),
+        lambda: store.delete_many(["a"]),
+    )
+
+
 @pytest.mark.parametrize("code", ["AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId"])
 def test_a_refusal_is_denied_and_not_repeated(engine, code, s3_server, open_engine):
     s3_server.add_fault(Fault(status=403, code=code, times=-1))
     store = open_engine(engine, retry=QUICK)
-    for call in (
-        lambda: store.put("a", b"1"),
-        lambda: store.get("a"),
-        lambda: store.get_range("a", 0, 1),
-        lambda: store.head("a"),
-        lambda: list(store.list()),
-        lambda: store.delete_many(["a"]),
-        lambda: put_two_parts(store),
-    ):
+    for call in (*every_verb(store), lambda: put_two_parts(store)):
         s3_server.clear_requests()
         with pytest.raises(StoreError, match="denied") as caught:
             call()
@@ -108,14 +113,7 @@ def test_a_passing_failure_is_ridden_out(engine, status, code, throttled, s3_ser
         once.get("a")
     assert caught.value.retryable
     assert caught.value.throttled is throttled
-    for call in (
-        lambda: store.put("a", b"12345"),
-        lambda: store.get("a"),
-        lambda: store.get_range("a", 1, 2),
-        lambda: store.head("a"),
-        lambda: list(store.list()),
-        lambda: store.delete_many(["a"]),
-    ):
+    for call in every_verb(store):
         s3_server.add_fault(Fault(status=status, code=code, times=2))
         s3_server.clear_requests()
         call()

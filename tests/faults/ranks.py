@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from dcpstore import ObjectStoreWriter
 from faults.states import PART_BYTES, State, blank, is_equal, load
 
 _T = TypeVar("_T")
@@ -77,3 +79,15 @@ def _on_all(call: Callable[[int], _T], num_ranks: int) -> list[_T]:
     with ThreadPoolExecutor(num_ranks) as executor:
         futures = [executor.submit(call, rank) for rank in range(num_ranks)]
     return [future.result() for future in futures]
+
+
+def save_alone(url: str | os.PathLike[str], rank: int, **options: Any) -> None:
+    """Save as one rank of ``use_collectives=False`` does; options are the writer's."""
+    writer = ObjectStoreWriter(url, **options)
+    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({f"w{rank}": torch.ones(9)}, writer.storage_meta(), True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])

@@ -24,6 +24,7 @@ from dcpstore.errors import ConfigError, NotFoundError, StoreError
 from dcpstore.store import ObjectInfo, Store, open_store
 from dcpstore.testing import Fault, FaultyStore, RecordingStore, StoreFault
 from faults.places import APART, HERE, Place
+from faults.ranks import save_alone
 from faults.states import state_at
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
@@ -257,13 +258,17 @@ def test_nothing_of_a_checkpoint_with_damaged_metadata_is_removable(which, layou
     assert removable(find(store)) == [OTHER]
 
 
+def assert_left_alone(store: Store, reason: str) -> None:
+    found = find(store)
+    assert not found.removable
+    assert reason in reasons(found)
+
+
 def test_a_checkpoint_whose_manifest_is_gone_is_left_alone():
     store = shared_memory()
     save_into(store, 1, **APART)
     store.delete_many([key for key in keys_of(store) if key.startswith(".dcpstore-")])
-    found = find(store)
-    assert not found.removable
-    assert "manifest" in reasons(found)
+    assert_left_alone(store, "manifest")
 
 
 def test_a_checkpoint_that_lost_its_footer_is_left_alone():
@@ -271,18 +276,16 @@ def test_a_checkpoint_that_lost_its_footer_is_left_alone():
     save_into(store, 1)
     pickled = bytes(store.get(".metadata").data)
     store.put(".metadata", pickled[: pickled.rindex(b'{"save_id"')])
-    found = find(store)
-    assert not found.removable
-    assert "lost its footer" in reasons(found)
+    assert_left_alone(store, "lost its footer")
 
 
 def test_metadata_that_may_not_be_read_keep_their_folder():
     store = shared_memory()
     save_into(store, 1)
     store.put(OTHER, b"1")
-    found = find(FaultyStore(store, [StoreFault("denied", "get", times=None)]))
-    assert not found.removable
-    assert "may not be read" in reasons(found)
+    assert_left_alone(
+        FaultyStore(store, [StoreFault("denied", "get", times=None)]), "may not be read"
+    )
 
 
 def test_metadata_that_a_listing_does_not_show_yet_count():
@@ -313,23 +316,11 @@ def test_metadata_that_were_listed_and_are_then_not_found_keep_their_folder():
     assert keys_of(store) == sealed
 
 
-def seal_alone(store: Store, rank: int) -> None:
-    """Save as one rank of ``use_collectives=False`` does."""
-    writer = dcpstore.ObjectStoreWriter("memory://prune", store_opener=lambda *_a, **_o: store)
-    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
-    planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner({f"w{rank}": torch.ones(9)}, writer.storage_meta(), True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([plan])
-    (plan,) = writer.prepare_global_plan(plans)
-    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
-
-
 @pytest.mark.parametrize("stale", [(), ("__0.metadata", "__1.metadata")], ids=["fresh", "stale"])
 def test_what_ranks_sealed_alone_is_kept(stale):
     store = shared_memory()
     for rank in (0, 1):
-        seal_alone(store, rank)
+        save_alone("memory://prune", rank, store_opener=lambda *_a, **_o: store)
     store.put(OTHER, b"1")
     assert removable(find(FaultyStore(store, stale_keys=stale))) == [OTHER]
 

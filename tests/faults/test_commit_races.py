@@ -126,24 +126,30 @@ def test_who_is_overtaken_before_the_seal_loses_and_sweeps_its_own(
     assert backend.content() == expected
 
 
-def test_of_many_first_saves_at_once_one_wins_and_the_others_leave_nothing(place: Place) -> None:
-    barrier = threading.Barrier(5)
+def contend(place: Place, num_savers: int, **options: Any) -> dict[int, Any]:
+    """Save many steps at once, in both layouts; return the error of each, or None."""
+    barrier = threading.Barrier(num_savers)
     outcomes: dict[int, Any] = {}
 
-    def contend(step: int) -> None:
+    def save_one(step: int) -> None:
         try:
-            writer = place.writer(**(HERE, APART)[step % 2])
+            writer = place.writer(**options, **(HERE, APART)[step % 2])
             barrier.wait()
             save(state_at(step), writer)
             outcomes[step] = None
         except BaseException as error:
             outcomes[step] = error.failures[0][0]
 
-    threads = [threading.Thread(target=contend, args=(step,)) for step in range(5)]
+    threads = [threading.Thread(target=save_one, args=(step,)) for step in range(num_savers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return outcomes
+
+
+def test_of_many_first_saves_at_once_one_wins_and_the_others_leave_nothing(place: Place) -> None:
+    outcomes = contend(place, 5)
     (winner,) = [step for step, error in outcomes.items() if error is None]
     assert all(isinstance(e, AlreadyExistsError) for e in outcomes.values() if e is not None)
     assert loaded_step(place.reader(), state_at(0)) == winner
@@ -152,23 +158,7 @@ def test_of_many_first_saves_at_once_one_wins_and_the_others_leave_nothing(place
 
 def test_of_many_overwrites_at_once_every_outcome_is_whole(place: Place) -> None:
     save(state_at(9), place.writer())
-    barrier = threading.Barrier(4)
-    outcomes: dict[int, Any] = {}
-
-    def contend(step: int) -> None:
-        try:
-            writer = place.writer(overwrite=True, **(HERE, APART)[step % 2])
-            barrier.wait()
-            save(state_at(step), writer)
-            outcomes[step] = None
-        except BaseException as error:
-            outcomes[step] = error.failures[0][0]
-
-    threads = [threading.Thread(target=contend, args=(step,)) for step in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    outcomes = contend(place, 4, overwrite=True)
     winners = [step for step, error in outcomes.items() if error is None]
     assert winners
     assert all(isinstance(e, ConflictError) for e in outcomes.values() if e is not None)

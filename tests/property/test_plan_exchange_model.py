@@ -16,40 +16,18 @@ from torch.distributed.checkpoint.default_planner import (
     _validate_global_plan,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from dcpstore.plan.merge import PlanError, merge_save_plans
 from dcpstore.plan.overlap import find_overlaps
 from dcpstore.plan.packed import apply_decision, to_metadata, to_packed_plan
+from plan_items import shard, value
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 relaxed = settings(max_examples=120, deadline=None)
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
-
-
-def item_of(
-    fqn: str,
-    box: Box,
-    size: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    kind: WriteItemType = WriteItemType.SHARD,
-) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))
-    return WriteItem(MetadataIndex(fqn, box[0]), kind, tensor_data=data)
 
 
 def cut(size: int, parts: int, number: int) -> tuple[int, int]:
@@ -80,12 +58,13 @@ def jobs(draw: st.DrawFn) -> list[SavePlan]:
             for axis, dim in enumerate(axes):
                 if dim is not None:
                     offsets[dim], sizes[dim] = cut(size[dim], mesh[axis], coordinate[axis])
-            box = (tuple(offsets), tuple(sizes))
-            plan.append(item_of(f"part{number % 3}.t{number}", box, size, dtype, kind))
+            fqn = f"part{number % 3}.t{number}"
+            item = shard(fqn, tuple(offsets), tuple(sizes), size, dtype=dtype, kind=kind)
+            plan.append(item)
     for number in range(draw(st.integers(0, 3))):
         for rank, plan in enumerate(plans):
             fqn = f"v{number}" if draw(st.booleans()) else f"v{number}.rank{rank}"
-            plan.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
+            plan.append(value(fqn))
     return [
         SavePlan(items, planner_data={item.index.fqn: (item.index.fqn,) for item in items})
         for items in (
@@ -188,7 +167,7 @@ def test_what_torch_finds_wrong_is_refused_and_nothing_else(
     tensor: tuple[tuple[int, ...], list[Box]], num_ranks: int
 ) -> None:
     size, boxes = tensor
-    items = [item_of("w", box, size) for box in boxes]
+    items = [shard("w", *box, size) for box in boxes]
     plans = [SavePlan(items[rank::num_ranks]) for rank in range(num_ranks)]
     global_plans, metadata = create_default_global_save_plan(plans)
     problems = _validate_global_plan(global_plans, metadata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,13 +83,16 @@ def _fsdp1(kinds: list[str], url: str, options: dict[str, Any]) -> dict[str, lis
     saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     both = {"model": model.state_dict(), "optim": saved}
     dcpstore.save(both, url, storage_options=options, config=WRITE)
-    calls, resumed = {}, []
-    for kind in kinds:
-        planner = planner_of(kind)
-        resumed.append(_fsdp1_from(saved, planner, url, options))
-        calls[kind] = getattr(planner, "calls", [])
-    _go_on_alike((model, optimizer), resumed)
-    return calls
+    return _resume_all((model, optimizer), kinds, lambda p: _fsdp1_from(saved, p, url, options))
+
+
+def _resume_all(
+    trained: Trainer, kinds: list[str], resume: Callable[[Any], Trainer]
+) -> dict[str, list[str]]:
+    """Resume with a planner of each kind, and compare; return what was called of each."""
+    planners = {kind: planner_of(kind) for kind in kinds}
+    _go_on_alike(trained, [resume(planner) for planner in planners.values()])
+    return {kind: getattr(planner, "calls", []) for kind, planner in planners.items()}
 
 
 def _fsdp1_from(saved: dict[str, Any], planner: Any, url: str, options: dict[str, Any]) -> Trainer:
@@ -128,13 +132,7 @@ def _fsdp2(kinds: list[str], url: str, options: dict[str, Any]) -> dict[str, lis
     saved = get_optimizer_state_dict(model, optimizer)
     weights = {"model": get_model_state_dict(model), "optim": saved}
     dcpstore.save(weights, url, storage_options=options, config=WRITE)
-    calls, resumed = {}, []
-    for kind in kinds:
-        planner = planner_of(kind)
-        resumed.append(_fsdp2_from(saved, planner, url, options))
-        calls[kind] = getattr(planner, "calls", [])
-    _go_on_alike((model, optimizer), resumed)
-    return calls
+    return _resume_all((model, optimizer), kinds, lambda p: _fsdp2_from(saved, p, url, options))
 
 
 def _fsdp2_from(saved: dict[str, Any], planner: Any, url: str, options: dict[str, Any]) -> Trainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,13 +76,19 @@ def save_coordinated_by(rank: int, url: str, options: Any) -> None:
     assert_equal(state, make(1))
 
 
-def save_in_groups(groups: list[list[int]], url: str, options: Any) -> None:
-    """Every group saves and loads a checkpoint of its own, at the same time."""
+def groups_of_this_rank(
+    groups: list[list[int]],
+) -> Iterator[tuple[int, dist.ProcessGroup, DeviceMesh]]:
+    """Make all groups; yield the number of each that this rank is in, the group and its mesh."""
     made = [dist.new_group(ranks) for ranks in groups]
     for number, (ranks, group) in enumerate(zip(groups, made, strict=True)):
-        if dist.get_rank() not in ranks:
-            continue
-        mesh = DeviceMesh.from_group(group, "cpu")
+        if dist.get_rank() in ranks:
+            yield number, group, DeviceMesh.from_group(group, "cpu")
+
+
+def save_in_groups(groups: list[list[int]], url: str, options: Any) -> None:
+    """Every group saves and loads a checkpoint of its own, at the same time."""
+    for number, group, mesh in groups_of_this_rank(groups):
         writer = writer_of(f"{url}/{number}", options)
         dcp.save(make(number, mesh), storage_writer=writer, process_group=group)
         load(f"{url}/{number}", options, number, mesh, process_group=group)

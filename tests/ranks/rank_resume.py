@@ -195,13 +195,19 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, url: str) -> Any
     return dcpstore.restore_optimizer(model, optimizer, url)
 
 
+def trained_and_saved(layout: str, kind: str, url: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Train ten steps and save."""
+    model, optimizer = make(layout, kind, seed=0)
+    train(model, optimizer, range(10))
+    save(model, optimizer, url)
+    return model, optimizer
+
+
 def resume_in_one_world(layout: str, kind: str, url: str) -> None:
     """Train 20 steps, and 10, save, restore into something fresh, 10; the bits are the same."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        through, optimizer = make(layout, kind, seed=0)
-        train(through, optimizer, range(10))
-        save(through, optimizer, url)
+        through, optimizer = trained_and_saved(layout, kind, url)
         train(through, optimizer, range(10, 20))
         resumed, fresh = make(layout, kind, seed=1)
         result = restore(resumed, fresh, url)
@@ -220,9 +226,7 @@ def check_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> N
 def train_and_save(layout: str, kind: str, url: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, optimizer = make(layout, kind, seed=0)
-        train(model, optimizer, range(10))
-        save(model, optimizer, url)
+        trained_and_saved(layout, kind, url)
 
 
 def restore_and_train(layout: str, kind: str, url: str) -> dict[str, torch.Tensor]:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_layouts import CASES, READ, WRITE, build, check_state, check_whole, wipe
-from rank_modes import assert_equal, make
-from torch.distributed.device_mesh import DeviceMesh
+from rank_modes import assert_equal, groups_of_this_rank, make
 
 import dcpstore
 from dcpstore import LoadResult, ReadConfig, SaveResult, WriteConfig
@@ -59,11 +58,7 @@ def load_all_cases(way: str, folder: str, variant: int) -> None:
 
 def save_and_load_in_groups(groups: list[list[int]], coordinator_rank: int, url: str) -> None:
     """Every group saves and loads a checkpoint of its own, at the same time."""
-    made = [dist.new_group(ranks) for ranks in groups]
-    for number, (ranks, group) in enumerate(zip(groups, made, strict=True)):
-        if dist.get_rank() not in ranks:
-            continue
-        mesh = DeviceMesh.from_group(group, "cpu")
+    for number, group, mesh in groups_of_this_rank(groups):
         options = {"process_group": group, "coordinator_rank": coordinator_rank}
         dcpstore.save(make(number, mesh), f"{url}/{number}", **options)
         state = make(-1, mesh)

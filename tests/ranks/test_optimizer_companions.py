@@ -197,42 +197,37 @@ def test_an_optimizer_that_has_state_goes_back_to_what_was_saved(tmp_path) -> No
 # --- parameters ---
 
 
-class Halves(nn.Module):
-    """Of two halves one is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(4, 2)
-        self.idle = nn.Linear(4, 2)
+class HalfUsed(Net):
+    """Of two layers one is used."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
+        return self.first(x)
 
 
 def test_a_parameter_that_never_had_a_gradient_has_no_state_after_a_restore(tmp_path) -> None:
-    model = Halves()
+    model = HalfUsed()
     optimizer = adam(model)
     train(model, optimizer, steps=range(3))
     url = save(tmp_path / "c", model, optimizer)
     fresh = twin(model)
     into = adam(fresh)
     result = dcpstore.restore_optimizer(fresh, into, url)
-    assert result.missing == ("optim.state.idle.weight", "optim.state.idle.bias")
-    assert fresh.idle.weight not in into.state
+    assert result.missing == ("optim.state.last.weight", "optim.state.last.bias")
+    assert fresh.last.weight not in into.state
     check_same_state(fresh, into, optimizer, model)
     check_same_training((fresh, into), (model, optimizer))
 
 
 def test_a_parameter_without_saved_state_loses_the_state_that_it_has(tmp_path) -> None:
-    model = Halves()
+    model = HalfUsed()
     optimizer = adam(model)
     train(model, optimizer, steps=range(3))
     url = save(tmp_path / "c", model, optimizer)
-    model.idle(torch.ones(1, 4)).sum().backward()
+    model.last(torch.ones(1, 6)).sum().backward()
     optimizer.step()
-    assert model.idle.weight in optimizer.state
+    assert model.last.weight in optimizer.state
     dcpstore.restore_optimizer(model, optimizer, url)
-    assert model.idle.weight not in optimizer.state
+    assert model.last.weight not in optimizer.state
 
 
 def test_the_state_of_a_parameter_that_was_frozen_later_comes_back(tmp_path) -> None:

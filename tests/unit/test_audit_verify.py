@@ -25,6 +25,7 @@ from dcpstore.read.discovery import discover
 from dcpstore.store import open_store
 from dcpstore.store.ranges import ByteRange
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
+from faults.ranks import save_alone
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
 
@@ -355,15 +356,7 @@ def test_an_empty_prefix_has_nothing_to_verify(tmp_path):
 
 def test_ranks_that_sealed_alone_are_verified_together(tmp_path):
     for rank in (0, 1):
-        writer = dcpstore.ObjectStoreWriter(tmp_path)
-        writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
-        planner = dcp.DefaultSavePlanner()
-        planner.set_up_planner({f"w{rank}": torch.ones(9)}, writer.storage_meta(), True)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        plans, metadata = planner.create_global_plan([plan])
-        (plan,) = writer.prepare_global_plan(plans)
-        results = writer.write_data(planner.finish_plan(plan), planner).wait()
-        writer.finish(metadata, [results])
+        save_alone(tmp_path, rank)
     assert sorted(path.name for path in tmp_path.glob("*.metadata")) == [
         "__0.metadata",
         "__1.metadata",

@@ -27,7 +27,7 @@ from dcpstore.store.base import IfMatch
 from dcpstore.store.retry import RetryingStore, RetryPolicy
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 from dcpstore.write import commit
-from dcpstore.write.commit import Proof, Sealer, probe, sweep
+from dcpstore.write.commit import Found, Proof, Sealer, probe, sweep
 
 PICKLED, MANIFEST = b"a pickle.", b"a manifest"
 OURS, THEIRS, OLD = "a" * 16, "b" * 16, "c" * 16
@@ -409,6 +409,15 @@ class Scripted:
         return self._inner.get(key)
 
 
+def scripted(store: Store, puts, reads, is_overwrite: bool) -> tuple[Store, Found | None]:
+    """A store that answers by a script, and the checkpoint that is to be overwritten."""
+    if is_overwrite:
+        seal(store, OLD)
+    found = probe(store, METADATA_KEY)
+    once = RetryingStore(Scripted(store, puts, reads), sleep=lambda _s: None)  # type: ignore[arg-type]
+    return once, found
+
+
 @pytest.mark.parametrize("is_overwrite", [False, True])
 @pytest.mark.parametrize(
     ("puts", "reads"),
@@ -429,10 +438,7 @@ class Scripted:
 def test_a_put_that_took_effect_is_recognised_whatever_was_answered(
     store: Store, puts, reads, is_overwrite: bool
 ) -> None:
-    if is_overwrite:
-        seal(store, OLD)
-    found = probe(store, METADATA_KEY)
-    once = RetryingStore(Scripted(store, puts, reads), sleep=lambda _s: None)  # type: ignore[arg-type]
+    once, found = scripted(store, puts, reads, is_overwrite)
     seal(once, OURS, found=found)
     assert sealed_by(store) == OURS
 
@@ -455,10 +461,7 @@ def test_a_put_that_took_effect_is_recognised_whatever_was_answered(
 def test_without_a_proof_the_outcome_is_unknown(
     store: Store, puts, reads, is_overwrite: bool
 ) -> None:
-    if is_overwrite:
-        seal(store, OLD)
-    found = probe(store, METADATA_KEY)
-    once = RetryingStore(Scripted(store, puts, reads), sleep=lambda _s: None)  # type: ignore[arg-type]
+    once, found = scripted(store, puts, reads, is_overwrite)
     sealer = Sealer(once, METADATA_KEY, found, sleep=lambda _s: None)
     with pytest.raises(CommitUnknownError, match="No object was deleted"):
         sealer.put_sealed(OURS, PICKLED, MANIFEST)

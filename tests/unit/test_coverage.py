@@ -11,14 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as stock
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcpstore import CorruptError
@@ -38,17 +32,18 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def tensor(size: tuple[int, ...], *boxes: Box) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in boxes]
-    return TensorStorageMetadata(TensorProperties(), torch.Size(size), chunks)
+    chunks = [stock.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in boxes]
+    return TensorStorageMetadata(stock.TensorProperties(), torch.Size(size), chunks)
 
 
 def grid(rows: int, columns: int) -> TensorStorageMetadata:
     """One element per chunk."""
     one = torch.Size((1, 1))
     chunks = [
-        ChunkStorageMetadata(torch.Size(at), one) for at in product(range(rows), range(columns))
+        stock.ChunkStorageMetadata(torch.Size(at), one)
+        for at in product(range(rows), range(columns))
     ]
-    return TensorStorageMetadata(TensorProperties(), torch.Size((rows, columns)), chunks)
+    return TensorStorageMetadata(stock.TensorProperties(), torch.Size((rows, columns)), chunks)
 
 
 def look(entry: TensorStorageMetadata) -> str | None:
@@ -122,7 +117,7 @@ def test_a_flaw_is_told(name: str) -> None:
 def test_all_tensors_are_looked_at_together() -> None:
     entries: dict[str, Any] = dict(SOUND)
     entries |= {name: entry for name, (entry, _) in FLAWED.items()}
-    entries["value"] = BytesStorageMetadata()
+    entries["value"] = stock.BytesStorageMetadata()
     found = find_flaws(entries)
     assert {flaw.fqn for flaw in found} == set(FLAWED)
     holes = {flaw.fqn for flaw in found if flaw.is_hole}

@@ -4,13 +4,12 @@ import json
 import struct
 import tracemalloc
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import crc32c
 import numpy as np
 import pytest
+from hostile_manifests import Change, Columns, Fields, changed, packed
 
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
@@ -34,14 +33,13 @@ def example() -> Manifest:
         checksums=np.array([1, 2**32 - 1], np.uint32),
         block_bytes=4096,
     )
-    scalar = StoredItem(
-        key=key,
+    scalar = replace(
+        raw,
         record=ByteRange(9000, 9500),
-        kind="raw",
         payload=ByteRange(9400, 9404),
         dtype="float32",
+        sizes=(),
         checksums=np.array([7], np.uint32),
-        block_bytes=4096,
         inline=b"\x00\x01\x02\x03",
     )
     value = StoredItem(
@@ -152,49 +150,23 @@ def test_a_large_manifest_costs_few_bytes_per_item() -> None:
 # --- the gate -----------------------------------------------------------------------------
 
 
-Fields = dict[str, Any]
-Columns = dict[str, np.ndarray]
-
-
-def resealed(change: Callable[[Fields, Columns], object], before: Manifest | None = None) -> bytes:
+def resealed(change: Change, before: Manifest | None = None) -> bytes:
     """Encode a manifest of which something was changed, with checksums that are right."""
-    data = encode(before or example())
-    _, version, header_bytes = struct.unpack_from("<8sII", data)
-    fields = json.loads(data[16 : 16 + header_bytes])
-    at = 16 + header_bytes
-    columns: Columns = {}
-    for name, dtype, _, num_bytes in fields["columns"]:
-        columns[name] = np.frombuffer(zlib.decompress(data[at : at + num_bytes]), dtype).copy()
-        at += num_bytes
-    del fields["columns"]
-    change(fields, columns)
-    parts = {
-        name: one if isinstance(one, tuple) else (one.dtype.name, len(one), packed(one))
-        for name, one in columns.items()
-    }
-    described = [[name, dtype, count, len(part)] for name, (dtype, count, part) in parts.items()]
-    text = json.dumps({"columns": described, **fields}).encode()
-    stored = b"".join(part for _, _, part in parts.values())
-    body = struct.pack("<8sII", b"DCPSTORE", version, len(text)) + text + stored
-    return body + struct.pack("<I", crc32c.crc32c(body))
+    return changed(encode(before or example()), change)
 
 
-def packed(column: np.ndarray) -> bytes:
-    return zlib.compress(column.tobytes(), 1)
-
-
-def setting(name: str, row: int, value: int) -> Callable[[Fields, Columns], None]:
+def setting(name: str, row: int, value: int) -> Change:
     def change(_: Fields, columns: Columns) -> None:
         columns[name][row] = value
 
     return change
 
 
-def replacing(name: str, column: object) -> Callable[[Fields, Columns], None]:
+def replacing(name: str, column: object) -> Change:
     return lambda _, columns: columns.update({name: column})
 
 
-def telling(name: str, value: object) -> Callable[[Fields, Columns], None]:
+def telling(name: str, value: object) -> Change:
     return lambda fields, _: fields.update({name: value})
 
 

@@ -11,15 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata as stock
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcpstore import CorruptError, IncompatibleError, ReadConfig
 from dcpstore.format.metadata import open_stock
@@ -34,14 +28,14 @@ def metadata(num_tensors: int, num_chunks: int, planner_data: Any = None) -> Met
     for number in range(num_tensors):
         fqn = f"layers.{number}.weight"
         rows = [torch.Size([2 * row, 0]) for row in range(num_chunks)]
-        chunks = [ChunkStorageMetadata(row, torch.Size([2, 3])) for row in rows]
-        properties = TensorProperties(torch.bfloat16)
+        chunks = [stock.ChunkStorageMetadata(row, torch.Size([2, 3])) for row in rows]
+        properties = stock.TensorProperties(torch.bfloat16)
         shape = torch.Size([2 * num_chunks, 3])
-        entries[fqn] = TensorStorageMetadata(properties, shape, chunks)
+        entries[fqn] = stock.TensorStorageMetadata(properties, shape, chunks)
         for hint, row in enumerate(rows):
             place = _StorageInfo(f"__{hint}_0.distcp", 12 * number, 12)
             places[MetadataIndex(fqn, row, hint)] = place
-    return Metadata(entries, planner_data, places, StorageMeta("/a/b", "id"))
+    return Metadata(entries, planner_data, places, stock.StorageMeta("/a/b", "id"))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -7,18 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
 from dcpstore.plan.merge import PlanError, merge_save_plans
@@ -27,33 +16,7 @@ from dcpstore.plan.packed import (
     to_metadata,
     to_packed_plan,
 )
-
-Shape = tuple[int, ...]
-
-
-def shard(
-    fqn: str,
-    offsets: Shape,
-    sizes: Shape,
-    size: Shape,
-    *,
-    dtype: torch.dtype = torch.float32,
-    kind: WriteItemType = WriteItemType.SHARD,
-    hint: int | None = None,
-) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))
-    return WriteItem(MetadataIndex(fqn, offsets, hint), kind, tensor_data=data)
-
-
-def whole(fqn: str, size: Shape, dtype: torch.dtype = torch.float32) -> WriteItem:
-    zeros = (0,) * len(size)
-    return shard(fqn, zeros, size, size, dtype=dtype, kind=WriteItemType.TENSOR)
-
-
-def value(fqn: str, nbytes: int | None = None) -> WriteItem:
-    data = None if nbytes is None else BytesIOWriteData(nbytes)
-    return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO, bytes_io_data=data)
+from plan_items import shard, value, whole
 
 
 def merge(*plans: list[WriteItem], **options: Any) -> list[SavePlan]:

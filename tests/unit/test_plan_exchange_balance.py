@@ -8,26 +8,15 @@ import pytest
 import torch
 from benchmarks.planning import SHAPES, Job, to_save_plan
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcpstore.plan.merge import Replicated, choose_writers, merge_save_plans
 from dcpstore.plan.packed import apply_decision, to_packed_plan
+from plan_items import rows
 
 
 def item(fqn: str, start: int, length: int, size: int) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size((start,)), torch.Size((length,)))
-    data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), torch.Size((size,)))
-    return WriteItem(MetadataIndex(fqn, (start,)), WriteItemType.SHARD, tensor_data=data)
+    return rows(fqn, start, length, size, torch.uint8)
 
 
 def loads(plans: list[SavePlan]) -> list[int]:

@@ -5,30 +5,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan
 
 from dcpstore.errors import ConfigError, CorruptError
 from dcpstore.plan.merge import merge_save_plans
 from dcpstore.plan.packed import GlobalSavePlan, to_packed_plan
 from dcpstore.plan.wire import PackedPlan, PartKind, PlanCache, cache_key, parts_of
+from plan_items import rows
 
 PRINT = "writer 1; format 1"
-
-
-def item(fqn: str, start: int, length: int, size: int, dtype: torch.dtype) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size((start,)), torch.Size((length,)))
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size((size,)))
-    return WriteItem(MetadataIndex(fqn, (start,)), WriteItemType.SHARD, tensor_data=data)
 
 
 def plans(
@@ -38,10 +23,10 @@ def plans(
     dtype: torch.dtype = torch.float32,
     prefix: str = "model",
 ) -> list[SavePlan]:
-    rows = size // num_ranks
+    length = size // num_ranks
     return [
         SavePlan(
-            [item(f"{prefix}.{n}", rank * rows, rows, size, dtype) for n in range(40)],
+            [rows(f"{prefix}.{n}", rank * length, length, size, dtype) for n in range(40)],
             planner_data={f"{prefix}.{n}": (prefix, n) for n in range(40)},
         )
         for rank in range(num_ranks)

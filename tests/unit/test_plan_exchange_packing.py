@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.planning import to_save_plan
-from test_plan_exchange import shard, value, whole
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -22,6 +21,7 @@ from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.plan.merge import merge_save_plans
 from dcpstore.plan.packed import to_packed_plan
 from dcpstore.plan.wire import PackedPlan, PartKind, read_head
+from plan_items import shard, value, whole
 
 
 def everything() -> SavePlan:

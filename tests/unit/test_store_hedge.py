@@ -73,9 +73,12 @@ def test_a_late_range_is_asked_for_again_and_the_first_answer_counts() -> None:
         assert store.asked[8] == 1
 
 
-def test_nobody_asks_twice_before_it_is_known_how_long_answers_take() -> None:
+@pytest.mark.parametrize("options", [{"warm": 3}, {"max_share": 0.0}], ids=str)
+def test_nobody_asks_twice_before_it_is_known_how_long_answers_take_or_for_a_share_of_zero(
+    options: dict[str, Any],
+) -> None:
     store = SlowStore(slow=(7,))
-    with hedge(store, warm=3) as one:
+    with hedge(store, **options) as one:
         threading.Timer(10 * DELAY_S, store.go_on.set).start()
         one.get_range("k", 7, 10)
         assert store.asked[7] == 1
@@ -110,14 +113,6 @@ def test_second_requests_are_a_bounded_share_of_all() -> None:
         for thread in threads:
             thread.join(30)
         assert 1 <= one.num_again <= 0.05 * (40 + len(slow))
-
-
-def test_a_share_of_zero_never_asks_twice() -> None:
-    store = SlowStore(slow=(7,))
-    with hedge(store, max_share=0.0) as one:
-        threading.Timer(10 * DELAY_S, store.go_on.set).start()
-        one.get_range("k", 7, 8)
-        assert store.asked[7] == 1
 
 
 def test_second_answers_have_their_place_in_the_budget_until_both_have_ended() -> None:

@@ -59,21 +59,15 @@ def test_a_crash_may_come_after_the_deed(plain):
     assert bytes(plain.get("a").data) == b"1"
 
 
-def test_a_lost_answer_follows_the_deed(plain):
-    store = FaultyStore(plain, [StoreFault("lost_ack", "put")])
-    with pytest.raises(StoreError) as caught:
-        store.put("a", b"1", mode="create")
-    assert caught.value.retryable
-    assert bytes(store.get("a").data) == b"1"
-
-
-def test_a_lost_refusal_is_lost_too(plain):
-    plain.put("a", b"theirs")
+@pytest.mark.parametrize("theirs", [None, b"theirs"], ids=["the deed", "a refusal"])
+def test_a_lost_answer_follows_the_deed_and_a_lost_refusal_is_lost_too(plain, theirs):
+    if theirs is not None:
+        plain.put("a", theirs)
     store = FaultyStore(plain, [StoreFault("lost_ack", "put")])
     with pytest.raises(StoreError) as caught:
         store.put("a", b"ours", mode="create")
     assert caught.value.retryable
-    assert bytes(store.get("a").data) == b"theirs"
+    assert bytes(store.get("a").data) == (theirs or b"ours")
 
 
 def test_a_throttle_asks_to_wait(plain):

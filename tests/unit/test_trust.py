@@ -12,16 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as stock
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpstore.errors import CorruptError
 from dcpstore.format.keys import check_relative
@@ -156,11 +149,11 @@ def test_a_build_instruction_cannot_reach_beyond_the_object(tmp_path: Path) -> N
 
 def stock_metadata(**places: str) -> Metadata:
     size = torch.Size([2, 3])
-    chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
+    chunk = stock.ChunkStorageMetadata(torch.Size([0, 0]), size)
     return Metadata(
         state_dict_metadata={
             **{
-                name: TensorStorageMetadata(TensorProperties(dtype), size, [chunk])
+                name: stock.TensorStorageMetadata(stock.TensorProperties(dtype), size, [chunk])
                 for name, dtype in {
                     "a": torch.float32,
                     "b": torch.bfloat16,
@@ -169,14 +162,14 @@ def stock_metadata(**places: str) -> Metadata:
                     "e": torch.bool,
                 }.items()
             },
-            "x": BytesStorageMetadata(),
+            "x": stock.BytesStorageMetadata(),
         },
         planner_data={"a": ("a",), "x": ("model", 0, "x")},
         storage_data={
-            MetadataIndex(fqn, torch.Size([0, 0]), 0): _StorageInfo(path, 0, 24)
+            stock.MetadataIndex(fqn, torch.Size([0, 0]), 0): _StorageInfo(path, 0, 24)
             for fqn, path in places.items()
         },
-        storage_meta=StorageMeta(checkpoint_id="/some/path", save_id="id", modules=["m"]),
+        storage_meta=stock.StorageMeta(checkpoint_id="/some/path", save_id="id", modules=["m"]),
     )
 
 
