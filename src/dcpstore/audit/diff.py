@@ -7,10 +7,10 @@ one checkpoint gives the bytes that a load of the other gives.
 
 Reading the same tensors of two checkpoints side by side, in bounded memory.
 
-Tensors are cut into boxes of rows. As many boxes as fit a quarter of the budget are read of
+Tensors are cut into blocks of rows. As many blocks as fit a quarter of the budget are read of
 either side at the same time; another half is for bytes on their way::
 
-    budget   |-- left boxes --|-- right boxes --|---- requests of both sides ----|
+    budget   |-- left blocks --|-- right blocks --|---- requests of both sides ----|
 
 The contents of two checkpoints, key by key: by checksum where that tells, else by reading.
 
@@ -29,7 +29,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -42,16 +41,20 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from dcpstore.config import ReadConfig
+from dcpstore.convert.dcp.source import Block, batches, read_batch
 from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.format.boxes import bands
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.manifest import StoredItem
 from dcpstore.format.tensors import encode_opaque
 from dcpstore.plan.rules import KeyRules
 from dcpstore.plan.values import ValueRecord
-from dcpstore.read.checkpoint import BoxRead, Checkpoint, open_checkpoint
+from dcpstore.read.checkpoint import Checkpoint, open_checkpoint
+from dcpstore.read.pump import Pump
 from dcpstore.report import Meter, ProgressCallback, show_progress
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
+from dcpstore.store.ranges import row_major_strides
 from dcpstore.text import count_text, size_text, table
 
 DifferenceKind: TypeAlias = Literal["only left", "only right", "kind", "shape", "dtype", "value"]
@@ -179,18 +182,6 @@ class Mismatch:
     right: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
-    fqn: str
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.sizes) * self.dtype.itemsize
-
-
 def config_of_side(config: ReadConfig) -> ReadConfig:
     """Return what either checkpoint may take of the budget for bytes on their way."""
     budget_bytes = max(config.budget_bytes // _PARTS_OF_BUDGET, config.request_bytes)
@@ -217,15 +208,24 @@ def compare_tensors(
     Returns:
         How they differ, of those that do.
     """
-    group_bytes = max(1, budget_bytes // _PARTS_OF_BUDGET)
+    batch_bytes = max(1, budget_bytes // _PARTS_OF_BUDGET)
+    blocks = [block for fqn in fqns for block in _blocks(left, fqn, batch_bytes)]
+    large = {block.fqn for block in blocks if tensor_bytes(left, block.fqn) > batch_bytes}
+    memories = [torch.empty(batch_bytes, dtype=torch.uint8) for _ in range(2)]
     found: dict[str, Mismatch] = {}
-    for group in _group(_boxes(left, fqns, group_bytes), group_bytes):
-        large = {box.fqn for box in group if tensor_bytes(left, box.fqn) > group_bytes}
-        for side in (left, right):
-            side.locate(large)
-        for box, one, other in _read(left, right, group):
-            _note(found, box, one, other)
-        meter.advance(sum(box.num_bytes for box in group))
+    for side in (left, right):
+        side.locate(large)
+    with Pump(2, "dcpstore-diff") as pump:
+        for batch in batches(blocks, batch_bytes):
+            calls = [
+                (1, partial(read_batch, side, batch, memory))
+                for side, memory in zip((left, right), memories, strict=True)
+            ]
+            for (block, one), (_, other) in zip(*pump.in_order(calls, 2), strict=True):
+                assert isinstance(one, torch.Tensor)
+                assert isinstance(other, torch.Tensor)
+                _note(found, block, one, other)
+                meter.advance(block.num_bytes)
     return found
 
 
@@ -236,59 +236,15 @@ def tensor_bytes(checkpoint: Checkpoint, fqn: str) -> int:
     return num_bytes
 
 
-def _boxes(checkpoint: Checkpoint, fqns: Iterable[str], max_bytes: int) -> Iterator[_Box]:
-    tensors = checkpoint.tensors
-    for fqn in fqns:
-        entry = tensors[fqn]
-        whole = _Box(fqn, entry.properties.dtype, (0,) * len(entry.size), tuple(entry.size))
-        yield from _cut(whole, max_bytes)
+def _blocks(checkpoint: Checkpoint, fqn: str, max_bytes: int) -> Iterator[Block]:
+    entry = checkpoint.tensors[fqn]
+    sizes, dtype = tuple(entry.size), entry.properties.dtype
+    strides, first = row_major_strides(sizes), (0,) * len(sizes)
+    for offsets, part in bands(strides, first, sizes, dtype.itemsize, max_bytes=max_bytes):
+        yield Block(fqn, "box", offsets, part, dtype, prod(part) * dtype.itemsize)
 
 
-def _cut(box: _Box, max_bytes: int) -> Iterator[_Box]:
-    """Cut a box along its outermost dimension that is longer than 1, as often as needed."""
-    if box.num_bytes == 0:
-        return
-    dim = next((number for number, size in enumerate(box.sizes) if size > 1), None)
-    if box.num_bytes <= max_bytes or dim is None:
-        yield box
-        return
-    size = box.sizes[dim]
-    rows = max(1, max_bytes * size // box.num_bytes)
-    for start in range(0, size, rows):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dim], sizes[dim] = box.offsets[dim] + start, min(rows, size - start)
-        yield from _cut(_Box(box.fqn, box.dtype, tuple(offsets), tuple(sizes)), max_bytes)
-
-
-def _group(boxes: Iterable[_Box], max_bytes: int) -> Iterator[list[_Box]]:
-    group: list[_Box] = []
-    held_bytes = 0
-    for box in boxes:
-        if group and held_bytes + box.num_bytes > max_bytes:
-            yield group
-            group, held_bytes = [], 0
-        group.append(box)
-        held_bytes += box.num_bytes
-    if group:
-        yield group
-
-
-def _read(
-    left: Checkpoint, right: Checkpoint, group: Sequence[_Box]
-) -> Iterator[tuple[_Box, torch.Tensor, torch.Tensor]]:
-    def read(checkpoint: Checkpoint) -> list[torch.Tensor]:
-        targets = [torch.empty(box.sizes, dtype=box.dtype) for box in group]
-        checkpoint.read_boxes(
-            [BoxRead(box.fqn, box.offsets, t) for box, t in zip(group, targets, strict=True)]
-        )
-        return targets
-
-    with ThreadPoolExecutor(2, "dcpstore-diff") as executor:
-        one, other = executor.map(read, (left, right))
-    yield from zip(group, one, other, strict=True)
-
-
-def _note(found: dict[str, Mismatch], box: _Box, left: torch.Tensor, right: torch.Tensor) -> None:
+def _note(found: dict[str, Mismatch], box: Block, left: torch.Tensor, right: torch.Tensor) -> None:
     places = different_elements(left, right)
     if not places.numel():
         return

@@ -166,15 +166,16 @@ def read_blocks(
             larger block has its own.
     """
     memories = [torch.empty(block_bytes, dtype=torch.uint8) for _ in range(2)]
-    batches = (
-        (1, partial(_read_batch, checkpoint, batch, memories[number % 2]))
-        for number, batch in enumerate(_batches(blocks, block_bytes))
+    calls = (
+        (1, partial(read_batch, checkpoint, batch, memories[number % 2]))
+        for number, batch in enumerate(batches(blocks, block_bytes))
     )
     with Pump(1, "dcpstore-blocks") as pump:
-        yield chain.from_iterable(pump.in_order(batches, 2))
+        yield chain.from_iterable(pump.in_order(calls, 2))
 
 
-def _batches(blocks: Iterable[Block], block_bytes: int) -> Iterator[list[Block]]:
+def batches(blocks: Iterable[Block], block_bytes: int) -> Iterator[list[Block]]:
+    """Yield as many blocks as fit ``block_bytes`` at a time, and larger ones alone."""
     batch: list[Block] = []
     held = 0
     for block in blocks:
@@ -188,9 +189,10 @@ def _batches(blocks: Iterable[Block], block_bytes: int) -> Iterator[list[Block]]
         yield batch
 
 
-def _read_batch(
+def read_batch(
     checkpoint: Checkpoint, batch: Sequence[Block], memory: torch.Tensor
 ) -> list[tuple[Block, Content]]:
+    """Read blocks at the same time, boxes into the given memory as far as they fit."""
     found: dict[int, Content] = {}
     reads, at = [], 0
     for number, block in enumerate(batch):
