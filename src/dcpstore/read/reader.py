@@ -31,10 +31,10 @@ from dcpstore.read.pump import ReadJob, ReadStats
 from dcpstore.report import Meter
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
-from dcpstore.store.folder import Folder
+from dcpstore.store.folder import Folder, InFolder
 
 
-class ObjectStoreReader(StorageReader):
+class ObjectStoreReader(InFolder, StorageReader):
     """Read DCP checkpoints from an object store; a DCP ``StorageReader``.
 
     Loads what `ObjectStoreWriter` wrote, what stock DCP writers wrote (one or many files
@@ -58,6 +58,8 @@ class ObjectStoreReader(StorageReader):
     Raises:
         ConfigError: If the URL or an option cannot be honoured.
     """
+
+    _pickled = ("_config", "_folder", "_registry")
 
     def __init__(
         self,
@@ -84,33 +86,6 @@ class ObjectStoreReader(StorageReader):
         self._items: Mapping[MetadataIndex, StoredItem] = {}
         self.last_read: ReadStats | None = None
         """What the last `read_data` of this rank did; None before it."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self._config, "_folder": self._folder, "_registry": self._registry}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The URL that the next load reads."""
-        return self._folder.url
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether a URL can be served."""
-        return Folder.is_valid(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for another load, from another URL if one is given; options stay.
-
-        Raises:
-            ConfigError: If ``checkpoint_id`` is no URL although the reader's is one.
-        """
-        if checkpoint_id is not None:
-            self._folder.move(checkpoint_id)
-        self._begin()
 
     @property
     def config(self) -> ReadConfig:

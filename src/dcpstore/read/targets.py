@@ -398,14 +398,11 @@ def check_inside(chunk: tuple[int, ...], target: Target) -> None:
         for offset, size, stored in zip(offsets, sizes, chunk, strict=True)
     )
     if not fits:
-        item = target.item
-        raise CorruptError(
+        raise _corrupt(
             f"{target.fqn!r}: the metadata promises elements {offsets} + {sizes} of a chunk, and"
-            f" the chunk stored in {item.key} has shape {chunk}",
-            key=item.key,
-            start=item.record.start,
-            end=item.record.end,
-            fqn=target.fqn,
+            f" the chunk stored in {target.item.key} has shape {chunk}",
+            target.item,
+            target.fqn,
         )
 
 
@@ -450,13 +447,11 @@ def decode_tensor(item: StoredItem, content: Buffer, url: str, fqn: str) -> torc
     except CheckpointError:
         raise
     except Exception as error:
-        raise CorruptError(
+        raise _corrupt(
             f"{url}: object {item.key}, bytes [{item.record.start}, {item.record.end}): the record"
             f" of {fqn!r} is no tensor that torch opens: {error!s:.500}",
-            key=item.key,
-            start=item.record.start,
-            end=item.record.end,
-            fqn=fqn,
+            item,
+            fqn,
         ) from error
 
 
@@ -524,10 +519,13 @@ def _untransform(item: StoredItem, content: memoryview, url: str, registry: Any)
             stream = extension.transform_from(stream)
         return bytes(stream.read(-1))
     except Exception as error:
-        raise CorruptError(
+        raise _corrupt(
             f"{url}: object {item.key}, bytes [{item.record.start}, {item.record.end}): cannot"
             f" undo the extensions {item.transforms}: {error!r}",
-            key=item.key,
-            start=item.record.start,
-            end=item.record.end,
+            item,
         ) from error
+
+
+def _corrupt(message: str, item: StoredItem, fqn: str | None = None) -> CorruptError:
+    start, end = item.record
+    return CorruptError(message, key=item.key, start=start, end=end, fqn=fqn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -125,15 +125,6 @@ class Folder:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None}
 
-    @staticmethod
-    def is_valid(url: str | os.PathLike[str]) -> bool:
-        """Tell whether a URL can be served."""
-        try:
-            parse_location(url)
-        except ConfigError:
-            return False
-        return True
-
     @property
     def policy(self) -> RetryPolicy:
         """How long to keep trying."""
@@ -179,3 +170,47 @@ class Folder:
         store, self._store = self._store, None
         if store is not None:
             store.close()
+
+
+class InFolder:
+    """What DCP asks of a reader or writer about the folder that it works in.
+
+    A subclass sets `_folder` and says by which attributes it is pickled.
+    """
+
+    _folder: Folder
+    _pickled: Sequence[str] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._pickled}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the last save or load."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URL of the next save or load."""
+        return self._folder.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether a URL can be served."""
+        try:
+            parse_location(checkpoint_id)
+        except ConfigError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepare for another save or load, at another URL if one is given; options stay.
+
+        Raises:
+            ConfigError: If ``checkpoint_id`` is no URL although the present one is one.
+        """
+        if checkpoint_id is not None:
+            self._folder.move(checkpoint_id)
+        self._begin()

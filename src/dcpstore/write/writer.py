@@ -45,7 +45,7 @@ from dcpstore.format.metadata import (
 from dcpstore.report import Meter
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
-from dcpstore.store.folder import Folder
+from dcpstore.store.folder import Folder, InFolder
 from dcpstore.text import collector_paused
 from dcpstore.torch_private import dcp_format_version
 from dcpstore.write.commit import (
@@ -107,7 +107,7 @@ class Look:
 logger = logging.getLogger(__name__)
 
 
-class ObjectStoreWriter(StorageWriter):
+class ObjectStoreWriter(InFolder, StorageWriter):
     """Write DCP checkpoints to an object store; a DCP ``StorageWriter``.
 
     Works with ``dcp.save``, ``dcp.async_save`` (thread and process), any planner, any
@@ -135,6 +135,9 @@ class ObjectStoreWriter(StorageWriter):
         ConfigError: If the URL or an option cannot be honoured.
     """
 
+    _pickled = ("_config", "_folder", "_overwrite", "_extensions", "_sleep", "_clock")
+    _meter: Meter | None = None
+
     def __init__(
         self,
         url: str | os.PathLike[str],
@@ -154,7 +157,6 @@ class ObjectStoreWriter(StorageWriter):
         self._extensions = tuple(extensions)
         self._sleep = sleep
         self._clock = clock
-        self._meter: Meter | None = None
         self._begin()
 
     def __repr__(self) -> str:
@@ -172,41 +174,6 @@ class ObjectStoreWriter(StorageWriter):
         self._is_seal_begun = False
         self.last_write: WriteStats | None = None
         """What the last `write_data` of this rank did; None before it."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "_config": self._config,
-            "_folder": self._folder,
-            "_overwrite": self._overwrite,
-            "_extensions": self._extensions,
-            "_sleep": self._sleep,
-            "_clock": self._clock,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._meter = None
-        self._begin()
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The URL that the next save goes to."""
-        return self._folder.url
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether a URL can be served."""
-        return Folder.is_valid(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for another save, to another URL if one is given; options stay.
-
-        Raises:
-            ConfigError: If ``checkpoint_id`` is no URL although the writer's is one.
-        """
-        if checkpoint_id is not None:
-            self._folder.move(checkpoint_id)
-        self._begin()
 
     def watch(self, meter: Meter | None) -> None:
         """Tell a meter of the bytes of coming saves; None for nobody."""

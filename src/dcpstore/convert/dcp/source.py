@@ -36,7 +36,7 @@ from dcpstore.read.discovery import Discovered, discover
 from dcpstore.read.pump import Pump
 from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder
-from dcpstore.store.ranges import row_major_strides
+from dcpstore.store.ranges import ByteRange, group, join, row_major_strides
 
 T = TypeVar("T")
 
@@ -116,7 +116,9 @@ def plan_blocks(
         return [_box(whole, *box) for box in boxes]
     return [
         _box(whole, (first, *whole.offsets[1:]), (end - first, *sizes[1:]))
-        for first, end in _merged(groups, block_bytes // row_bytes)
+        for (first, end), _ in group(
+            groups, lambda one: one, max_bytes=lambda: block_bytes // row_bytes
+        )
     ]
 
 
@@ -125,27 +127,10 @@ def _box(whole: Block, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Bloc
     return Block(whole.fqn, "box", offsets, sizes, whole.dtype, num_bytes)
 
 
-def _row_groups(entry: TensorStorageMetadata) -> list[tuple[int, int]]:
+def _row_groups(entry: TensorStorageMetadata) -> list[ByteRange]:
     """Return the smallest ranges of rows that no stored chunk crosses the ends of."""
-    rows = sorted((chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in entry.chunks)
-    groups: list[tuple[int, int]] = []
-    for first, end in rows:
-        if groups and first < groups[-1][1]:
-            groups[-1] = (groups[-1][0], max(groups[-1][1], end))
-        elif end > first:
-            groups.append((first, end))
-    return groups
-
-
-def _merged(groups: list[tuple[int, int]], max_rows: int) -> list[tuple[int, int]]:
-    """Join neighbouring ranges of rows as long as they have at most ``max_rows`` together."""
-    merged: list[tuple[int, int]] = []
-    for first, end in groups:
-        if merged and first == merged[-1][1] and end - merged[-1][0] <= max_rows:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((first, end))
-    return merged
+    rows = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in entry.chunks]
+    return join((ByteRange(first, end) for first, end in rows), max_gap_bytes=-1)
 
 
 @contextmanager
