@@ -37,7 +37,7 @@ from benchmarks.processes import Server
 from benchmarks.states import Place
 from dcpstore import ReadConfig
 from dcpstore.store import open_store
-from dcpstore.store.location import file_location
+from dcpstore.store.folder import file_location
 
 MIB = 1 << 20
 LAYOUTS = {

@@ -1,6 +1,7 @@
 """How results print: a title, aligned rows, sizes, counts, names and ages for people.
 
-And how text that comes from a bucket does: without what a terminal takes for a command.
+And how text that comes from a bucket does: without what a terminal takes for a command, and
+without secrets.
 
 Python's garbage collector, kept out of the way where many objects are made that stay.
 
@@ -12,10 +13,14 @@ thirds of opening their metadata.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 
+# Secret keys of AWS contain slashes, and a mangled URL has one slash only.
+_USERINFO = re.compile(r"(?<=:/)(/?)[^/@:\s]+:[^@\s]*@")
+_QUERY = re.compile(r"(https?://[^\s?\"']+)\?([^\s\"')]*)")
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -35,6 +40,21 @@ def printable(text: str, *, keep: str = "") -> str:
     return "".join(
         char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text
     )
+
+
+def redact(text: str, *, keep: Collection[str] = ()) -> str:
+    """Blank out ``user:password@`` and the query strings of web addresses in a text.
+
+    Args:
+        text: A URL, or a message with some.
+        keep: Parameters of queries to leave, which are no secrets.
+    """
+
+    def shortened(match: re.Match[str]) -> str:
+        kept = [one for one in match[2].split("&") if one.partition("=")[0] in keep]
+        return f"{match[1]}?{'&'.join([*kept, '...'])}"
+
+    return _QUERY.sub(shortened, _USERINFO.sub(r"\1***@", text))
 
 
 def size_text(num_bytes: float) -> str:

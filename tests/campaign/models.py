@@ -2,7 +2,7 @@
 
 A `World` holds the objects and a clock that no real time moves. Clients send it requests, one at
 a time; each may meet a fault of the schedule, below the engine's own logic and below all
-retries. Errors are those that `dcpstore.store.error_map` makes of such answers.
+retries. Errors are those that `dcpstore.store.engine` makes of such answers.
 
 What a fault's answer is on a store that speaks no HTTP:
 
@@ -40,18 +40,31 @@ from typing_extensions import Buffer
 from campaign.schedule import Fault, Schedule, Script
 from dcpstore.errors import CheckpointError, NotFoundError, StoreError
 from dcpstore.store.base import (
+    NO_LIMITS,
     Capabilities,
     Destination,
     Fetched,
     IfMatch,
     ObjectInfo,
+    Part,
     PutMode,
+    as_bytes_view,
+    check_key,
+    checked_parts,
 )
-from dcpstore.store.engine import check_length, compare_etag, deletes_failed, with_either_mark
-from dcpstore.store.error_map import Answer, Asked, from_answer, from_fsspec, from_obstore
+from dcpstore.store.engine import (
+    Answer,
+    Asked,
+    check_length,
+    compare_etag,
+    deletes_failed,
+    from_answer,
+    from_fsspec,
+    from_obstore,
+    with_either_mark,
+)
+from dcpstore.store.folder import parse_location
 from dcpstore.store.fsspec_engine import FsspecStore
-from dcpstore.store.limits import NO_LIMITS, Part, as_bytes_view, check_key, checked_parts
-from dcpstore.store.location import parse_location
 from dcpstore.store.uploads import OpenUpload
 
 T = TypeVar("T")

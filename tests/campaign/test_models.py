@@ -20,8 +20,8 @@ from campaign.models import (
 from campaign.schedule import ACTED, LATE, REFUSED, VERBS, Fault, Schedule
 from dcpstore.errors import CheckpointError, NotFoundError, StoreError
 from dcpstore.store import Store
+from dcpstore.store.folder import parse_location
 from dcpstore.store.fsspec_engine import FsspecStore
-from dcpstore.store.location import parse_location
 from dcpstore.store.obstore_engine import ObstoreStore
 from dcpstore.store.s3fs_engine import S3fsStore
 from dcpstore.testing import conformance

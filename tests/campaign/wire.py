@@ -34,7 +34,7 @@ from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConf
 from dcpstore.audit import prune as leftovers
 from dcpstore.audit import prune as removal
 from dcpstore.store import Store, open_store
-from dcpstore.store.location import parse_location
+from dcpstore.store.folder import parse_location
 from dcpstore.store.options import BotocoreCredentials
 from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
 from dcpstore.store.s3fs_engine import S3fsStore

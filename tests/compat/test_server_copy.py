@@ -28,7 +28,7 @@ from dcpstore.ranks import SingleGroup
 from dcpstore.report import Meter
 from dcpstore.store import RetryPolicy, open_store
 from dcpstore.store.base import server_copier
-from dcpstore.store.location import parse_location
+from dcpstore.store.folder import parse_location
 from dcpstore.store.ranges import ByteRange
 from dcpstore.store.retry import copy_with_retries
 from dcpstore.store.s3fs_engine import S3fsStore

@@ -10,7 +10,7 @@ import pytest
 
 from dcpstore.errors import ConfigError, NotFoundError, StoreError
 from dcpstore.store import RetryPolicy
-from dcpstore.store.location import parse_location
+from dcpstore.store.folder import parse_location
 from dcpstore.store.uploads import S3Uploads, open_uploads_at
 from dcpstore.testing import Fault, MotoServer, conformance
 

@@ -13,8 +13,8 @@ from parts import Part, assert_state, state_of, wiped
 import dcpstore
 from dcpstore import ReadConfig, WriteConfig
 from dcpstore.plan import SavePlanner
+from dcpstore.store.folder import parse_location
 from dcpstore.store.fsspec_clients import check_option_names
-from dcpstore.store.location import parse_location
 from dcpstore.testing.ranks import run_ranks
 
 WRITE = WriteConfig(inline_bytes=64, object_bytes=4096, checksum_block_bytes=4096)

@@ -8,8 +8,8 @@ import torch
 from dcpstore.convert.output import MIN_OUTPUT_BYTES, Outputs, part_bytes_for
 from dcpstore.errors import AlreadyExistsError, CommitUnknownError, ConfigError, StoreError
 from dcpstore.store import open_store
-from dcpstore.store.limits import limits_of
-from dcpstore.store.location import file_location
+from dcpstore.store.base import limits_of
+from dcpstore.store.folder import file_location
 from dcpstore.testing import FaultyStore, LatencyStore, StoreFault
 
 MIB = 1 << 20

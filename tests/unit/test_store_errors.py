@@ -15,7 +15,7 @@ from dcpstore.errors import (
     StoreError,
 )
 from dcpstore.store.base import IfMatch
-from dcpstore.store.error_map import (
+from dcpstore.store.engine import (
     Answer,
     Asked,
     from_answer,

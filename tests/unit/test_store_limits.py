@@ -17,11 +17,10 @@ from dcpstore.config import WriteConfig
 from dcpstore.convert.output import Outputs
 from dcpstore.errors import ConfigError
 from dcpstore.store import open_store
-from dcpstore.store.base import CopySource
-from dcpstore.store.error_map import Asked
+from dcpstore.store.base import NO_LIMITS, CopySource, StoreLimits, limits_of
+from dcpstore.store.engine import Asked
+from dcpstore.store.folder import parse_location
 from dcpstore.store.fsspec_engine import FsspecStore
-from dcpstore.store.limits import NO_LIMITS, StoreLimits, limits_of
-from dcpstore.store.location import parse_location
 from dcpstore.store.obstore_engine import ObstoreStore
 from dcpstore.store.ranges import ByteRange, join
 from dcpstore.store.retry import RetryPolicy

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from dcpstore.errors import ConfigError
-from dcpstore.store.location import parse_location, redact
+from dcpstore.store.folder import parse_location
+from dcpstore.text import redact
 
 
 @pytest.mark.parametrize(

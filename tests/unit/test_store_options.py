@@ -8,7 +8,7 @@ import pytest
 
 from dcpstore.errors import ConfigError, StoreError
 from dcpstore.store import RetryPolicy, open_store
-from dcpstore.store.location import parse_location
+from dcpstore.store.folder import parse_location
 from dcpstore.store.options import BotocoreCredentials, NotHonoured, translate
 
 KEYS = {"key": "id", "secret": "hush"}

@@ -15,7 +15,7 @@ from dcpstore.errors import CheckpointError, RankFailures
 from dcpstore.ranks.group import describe
 from dcpstore.store import Store, open_store
 from dcpstore.store.base import Destination
-from dcpstore.store.error_map import Asked, from_fsspec, from_obstore, scrubbed
+from dcpstore.store.engine import Asked, from_fsspec, from_obstore, scrubbed
 from dcpstore.store.retry import RetryPolicy
 
 ACCESS = "AKIAIOSFODNN7EXAMPLE"

@@ -43,7 +43,7 @@ from dcpstore.errors import (
 from dcpstore.format.keys import METADATA_KEY
 from dcpstore.store import open_store
 from dcpstore.store.base import IfMatch, PutMode, Store
-from dcpstore.store.location import parse_location
+from dcpstore.store.folder import parse_location
 from dcpstore.store.uploads import OpenUploads, open_uploads_at
 from dcpstore.text import size_text
 

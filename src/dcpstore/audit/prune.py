@@ -34,8 +34,7 @@ from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreEr
 from dcpstore.format.keys import METADATA_KEY, metadata_key, save_id_of
 from dcpstore.store import open_store
 from dcpstore.store.base import ObjectInfo, Store
-from dcpstore.store.folder import Folder
-from dcpstore.store.location import parse_location
+from dcpstore.store.folder import Folder, parse_location
 from dcpstore.store.uploads import OpenUpload, OpenUploads, open_uploads_at
 from dcpstore.text import age_text, count_text, size_text
 from dcpstore.write.commit import keys_named_in

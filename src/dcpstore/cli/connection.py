@@ -39,7 +39,7 @@ class Connection:
 
     def split(self) -> tuple[Connection, str]:
         """Return the folder around the file that the URL names, and the file's key there."""
-        from dcpstore.store.location import file_location
+        from dcpstore.store.folder import file_location
 
         folder, name = file_location(self.url)
         return replace(self, url=folder), name
@@ -118,7 +118,7 @@ def open_given_store(connection: Connection) -> Iterator[Store]:
 
 
 def _is_local(url: str) -> bool:
-    from dcpstore.store.location import parse_location
+    from dcpstore.store.folder import parse_location
 
     return parse_location(url).scheme == "file"
 

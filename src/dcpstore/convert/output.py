@@ -38,8 +38,7 @@ from dcpstore.format.manifest import DataObject
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.ranks.transport import BoardLostError
 from dcpstore.report import Meter
-from dcpstore.store.base import Capabilities, ObjectInfo, Store
-from dcpstore.store.limits import Part, StoreLimits, limits_of
+from dcpstore.store.base import Capabilities, ObjectInfo, Part, Store, StoreLimits, limits_of
 from dcpstore.write.commit import ConditionalPut, Proof, sweep
 from dcpstore.write.upload import ObjectStream, Uploads
 

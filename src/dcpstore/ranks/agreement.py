@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from dcpstore.errors import ConfigError, RankFailures
 from dcpstore.ranks import RankGroup, open_group
-from dcpstore.store.location import redact
+from dcpstore.text import redact
 
 Url: TypeAlias = "str | os.PathLike[str]"
 

@@ -48,8 +48,7 @@ from dcpstore.format.dtypes import is_plain_dtype
 from dcpstore.format.opcodes import BadPickleError, check_structure
 from dcpstore.format.zip import Member, contents_offset, read_archive
 from dcpstore.store import ObjectInfo, Store, open_store
-from dcpstore.store.folder import Folder
-from dcpstore.store.location import file_location
+from dcpstore.store.folder import Folder, file_location
 from dcpstore.store.ranges import ByteRange, row_major_strides
 from dcpstore.torch_private import (
     meta_storage,

@@ -122,9 +122,9 @@ from dcpstore.report import Meter
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
 from dcpstore.store.budget import ByteBudget
-from dcpstore.store.folder import Folder
-from dcpstore.store.location import file_location, redact
+from dcpstore.store.folder import Folder, file_location
 from dcpstore.store.ranges import ByteRange, row_major_strides
+from dcpstore.text import redact
 from dcpstore.torch_private import flatten_state_dict
 
 _Rows = npt.NDArray[np.int64]

@@ -1,27 +1,504 @@
-"""What the engines have in common: a root and its limits, time-outs, and what an answer proves."""
+"""What the engines have in common: how foreign errors become ours, and a root with its limits.
+
+obstore keeps an answer's status and body only inside the text of its error, s3fs
+keeps a parsed one in ``__cause__`` and gcsfs an HTTP code as an attribute. All of
+them are first read into an `Answer`; one table then says what it means. This is the only place
+where foreign errors become ours.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import re
+import socket
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from typing_extensions import Self
 
-from dcpstore.errors import CheckpointError, ConflictError, CorruptError, NotFoundError, StoreError
-from dcpstore.store.base import IfMatch, ObjectInfo, Origin, PutMode
-from dcpstore.store.error_map import Asked
-from dcpstore.store.limits import StoreLimits, check_key, limits_of
-from dcpstore.store.location import Location
+from dcpstore.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    StoreError,
+)
+from dcpstore.store.base import (
+    IfMatch,
+    Location,
+    ObjectInfo,
+    Origin,
+    PutMode,
+    StoreLimits,
+    check_key,
+    limits_of,
+)
 from dcpstore.store.retry import RetryPolicy, TimeLimit
+from dcpstore.text import printable, redact
 
 _T = TypeVar("_T")
 _NUM_PARTS = re.compile(r'-(\d+)"?$')  # the end of a multipart object's ETag
 _MOST_SKEW = timedelta(minutes=15)  # between clocks: S3 refuses requests that are further off
+_MAX_TEXT = 300
+_MAX_FOREIGN_TEXT = 2000
+# A server's answer may repeat the request: its headers, its signature, its token.
+_NAMED_SECRET = re.compile(
+    r"((?:authorization|token|signature|secret|password|credential|api-?key|\bsig\b)[\w.-]*"
+    r"[\"']?\s*(?:[:=]|\bis\b)\s*[\"']?)"
+    r"((?:bearer|basic|sharedkey|aws4-hmac-sha256)\s+[^\r\n<>\"']+|[^\s\"',;&<>]+)",
+    re.IGNORECASE,
+)
+_ELEMENT = re.compile(r"<([\w-]+)>([^<>]*)</\1>")
+_HARMLESS_ELEMENTS = frozenset(
+    {"Code", "Message", "RequestId", "HostId", "Resource", "Key", "BucketName", "Bucket", "Region"}
+    | {"Condition", "Endpoint", "ServerTime", "RequestTime", "UploadId", "Method", "ArgumentName"}
+)
+_HARMLESS_PARAMETERS = frozenset(
+    {"uploadId", "uploads", "partNumber", "comp", "restype", "list-type"}
+)
+_LONG = re.compile(r"[A-Za-z0-9+/=_-]{40,}")
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_RETRYABLE_CODES = frozenset(
+    {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "OperationAborted"}
+)
+_THROTTLE_CODES = frozenset(
+    {"SlowDown", "TooManyRequests", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
+    | {"ServerBusy", "ServiceUnavailable", "RequestThrottled", "BandwidthLimitExceeded"}
+)
+_EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
+_REGION_CODES = frozenset(
+    {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed"}
+    | {"IllegalLocationConstraintException"}
+)
+_COMPLETING = re.compile(
+    r"performing (?:(?:POST|DELETE) \S*[?&]uploadId=|PUT \S*[?&]comp=blocklist)"
+)
+# What obstore shows of the reason why no connection came about, in the text for debugging.
+_REFUSED = re.compile(r"kind: (ConnectionRefused|HostUnreachable|NetworkUnreachable)")
+_UNRESOLVED = re.compile(r'"dns error".{0,200}?error: "([^"]*)"', re.DOTALL)
+_BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*((?:\w+[\s(]*)+)")
+_TIMED_OUT = re.compile(r"HttpError \{\s*kind: Timeout")
+_MAY_RESOLVE_LATER = "Temporary failure in name resolution"
+_TRANSPORT = re.compile(
+    r"error sending request|connect|timed? ?out|reset|broken pipe|incomplete|closed before|"
+    r"end of file|\beof\b|body error|decoding|error reading a body|dns",
+    re.IGNORECASE,
+)
+_TRANSPORT_TYPES = frozenset(
+    {"ClientError", "ClientPayloadError", "ClientOSError", "ServerDisconnectedError"}
+    | {"ServerTimeoutError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError"}
+    | {"ConnectionClosedError", "HTTPClientError", "ResponseStreamingError", "IncompleteRead"}
+    | {"ConnectionError", "FSTimeoutError", "ChecksumError", "IncompleteReadError"}
+)
+# Files are written under another name first, and these come before the rename.
+_NEVER_BEGAN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+_IN_PROCESS = ("file://", "memory://")
+_NO_CREDENTIALS = frozenset(
+    {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
+    | {"NoAuthTokenError", "SSOTokenLoadError", "UnauthorizedSSOTokenError", "ProfileNotFound"}
+    | {"DefaultCredentialsError", "RefreshError", "TokenRetrievalError"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request wanted.
+
+    Attributes:
+        verb: In words, as a message shall show it.
+        key: The key or the prefix.
+        url: The store's root, without secrets.
+        conditional: ``"create"`` or ``"match"`` for a put that may be refused for what
+            is there; else None.
+    """
+
+    verb: str
+    key: str
+    url: str
+    conditional: Literal["create", "match"] | None = None
+
+    def under(self, mode: PutMode) -> Asked:
+        """The same with the condition that a put mode sets."""
+        if isinstance(mode, IfMatch):
+            return replace(self, conditional="match")
+        return replace(self, conditional="create") if mode == "create" else self
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.key!r} in {self.url}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said, as far as the engine lets us know.
+
+    Attributes:
+        status: HTTP status; None where no answer came.
+        code: The store's own word for it, such as ``NoSuchBucket``.
+        text: The message, trimmed and without secrets.
+        retry_after_s: What a ``Retry-After`` header asked for.
+        is_transport: Whether the connection failed rather than the request.
+        no_credentials: Whether the request was never sent for want of credentials.
+        never_began: Whether a file system refused before anything got its final name.
+        unreachable: Whether there is no connection, because nobody listens or the name of the
+            server is unknown.
+        untrusted: Whether there is no connection, because the certificate was refused.
+    """
+
+    status: int | None = None
+    code: str | None = None
+    text: str = ""
+    retry_after_s: float | None = None
+    is_transport: bool = False
+    no_credentials: bool = False
+    never_began: bool = False
+    unreachable: bool = False
+    untrusted: bool = False
+
+    def __str__(self) -> str:
+        said = " ".join(str(part) for part in (self.status, self.code) if part is not None)
+        return f"{said}: {self.text}" if said and self.text else said or self.text
+
+
+def from_answer(asked: Asked, answer: Answer) -> CheckpointError:
+    """Say in our errors what an answer means."""
+    refusal = _refusal(asked, answer)
+    if refusal is not None:
+        return refusal
+    throttled = answer.status in (429, 503) or answer.code in _THROTTLE_CODES
+    retryable = (
+        throttled
+        or answer.is_transport
+        or answer.status == 408
+        or answer.code in _RETRYABLE_CODES
+        or (answer.status is not None and answer.status >= 500 and answer.status != 501)
+    )
+    return StoreError(
+        f"{asked} failed: {answer or 'no reason given'}",
+        key=asked.key,
+        retryable=retryable,
+        throttled=throttled,
+        retry_after_s=answer.retry_after_s,
+        refused=_did_nothing(answer),
+        unreachable=answer.unreachable,
+    )
+
+
+def _did_nothing(answer: Answer) -> bool:
+    """Tell whether an answer says for certain that the store did nothing, nor will do.
+
+    No 5xx does: a proxy may answer one after the store acted. Neither does 408, nor its
+    equivalent in S3, since they tell of the time only.
+    """
+    if answer.status is None:
+        return answer.no_credentials or answer.never_began
+    return 400 <= answer.status < 500 and answer.status != 408 and answer.code != "RequestTimeout"
+
+
+def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:
+    """Errors that another try would not change; None for all others."""
+    if answer.code == "NoSuchBucket" or answer.code == "ContainerNotFound":
+        return NotFoundError(
+            f"{asked} failed: there is no such bucket ({answer}). Check the URL; "
+            "dcpstore never creates a bucket"
+        )
+    if answer.code in _EXPIRED_CODES:
+        return _denied(asked, answer, "the credentials have expired: renew them")
+    if answer.no_credentials:
+        return _denied(
+            asked,
+            answer,
+            "no credentials: set storage_options (key and secret, profile, token or anon=True) "
+            "or the environment's own",
+        )
+    if answer.untrusted:
+        return StoreError(
+            f"{asked} failed: the server's certificate was refused ({answer}). Give that of its "
+            "authority: on S3, storage_options={'client_kwargs': {'verify': 'ca.pem'}}",
+            key=asked.key,
+        )
+    if answer.status in (401, 403):
+        return _denied(
+            asked,
+            answer,
+            "access is denied: check the credentials, the bucket's policy, and the key "
+            "(S3 answers 403 for an absent key where ListBucket is not granted)",
+        )
+    if asked.conditional is not None and answer.status in (409, 412):
+        return _lost_condition(asked, answer)
+    if asked.conditional == "match" and answer.status == 404:
+        return _lost_condition(asked, answer)
+    if answer.code == "NoSuchUpload":
+        return NotFoundError(
+            f"{asked} failed: the upload is gone ({answer}). Somebody aborted it, or a rule of the "
+            "bucket's did: nothing was stored. Try again"
+        )
+    if answer.status == 404:
+        what = "object" if answer.code else "object or bucket"  # a HEAD's answer has no body
+        return NotFoundError(f"{asked} failed: there is no such {what} ({answer}). Check the name")
+    if answer.status == 501 and asked.conditional is not None:
+        return ConfigError(
+            f"{asked} failed: this store cannot put under such a condition ({answer}). "
+            "Replace nothing there: save under a new name"
+        )
+    if answer.status in (301, 307) or answer.code in _REGION_CODES:
+        return ConfigError(
+            f"{asked} failed: the bucket lies in another region ({answer}). Set "
+            "storage_options={'client_kwargs': {'region_name': ...}}"
+        )
+    return None
+
+
+def _denied(asked: Asked, answer: Answer, advice: str) -> StoreError:
+    said = f" ({answer})" if str(answer) else ""
+    return StoreError(f"{asked} failed{said}: {advice}", key=asked.key, denied=True, refused=True)
+
+
+def _lost_condition(asked: Asked, answer: Answer) -> CheckpointError:
+    if asked.conditional == "create" and answer.status == 412:
+        return AlreadyExistsError(f"{asked}: the object exists already ({answer})")
+    return ConflictError(
+        f"{asked}: somebody else changed the object meanwhile ({answer}). Look at what is there"
+    )
+
+
+def from_throttle(asked: Asked, status: int, retry_after: str | None) -> CheckpointError:
+    """Say that the store wants fewer requests, and how long it asked to wait."""
+    return from_answer(asked, Answer(status, text="slow down", retry_after_s=_seconds(retry_after)))
+
+
+def from_transport(asked: Asked, error: BaseException) -> CheckpointError:
+    """Map what made a connection fail before the whole answer was there."""
+    name, text = type(error).__name__, _trim(str(error))
+    answer = Answer(text=f"{name}: {text}" if text else name, is_transport=True)
+    return from_answer(asked, _with_python_reason(answer, error))
+
+
+def from_obstore(asked: Asked, error: BaseException) -> CheckpointError:
+    """Map an error of obstore (or of the Python callbacks it calls)."""
+    text, _, debug = str(error).partition("\n\nDebug source:")
+    name = type(error).__name__
+    if name in ("UnknownConfigurationKeyError", "NotSupportedError", "InvalidPathError"):
+        return ConfigError(f"{asked}: {_trim(text)}")
+    if isinstance(error, ValueError):
+        return ConfigError(f"{asked}: the key or an option is not valid: {_trim(text)}")
+    return from_answer(asked, _with_obstore_reason(_read_obstore(name, error, text), debug))
+
+
+def was_completing(error: BaseException | None) -> bool:
+    """Tell whether an error of obstore may have come when all parts of an upload were there.
+
+    That is, of the request that completes it, or of the one that obstore aborts it with then:
+    obstore shows the last error only.
+    """
+    return _COMPLETING.search(str(error)) is not None
+
+
+def _read_obstore(name: str, error: BaseException, text: str) -> Answer:
+    status = _STATUS.search(text)
+    code = _CODE.search(text)
+    message = _MESSAGE.search(text)
+    os_error = _OS_ERROR.search(text)
+    known = {
+        "AlreadyExistsError": 412,
+        "PreconditionError": 412,
+        "PermissionDeniedError": 403,
+        "UnauthenticatedError": 401,
+    }.get(name)
+    if known is None and isinstance(error, FileNotFoundError):
+        known = 404
+    if known is None and "without LOCATION" in text:
+        known = 301
+    number = known or (int(status.group(1)) if status else None)
+    return Answer(
+        status=number,
+        code=code.group(1) if code else None,
+        text=_trim(message.group(1) if message else _first_sentence(text)),
+        is_transport=number is None and _TRANSPORT.search(text) is not None,
+        never_began=os_error is not None and int(os_error.group(1)) in _NEVER_BEGAN,
+        no_credentials=any(word in text for word in _NO_CREDENTIALS),
+    )
+
+
+def _with_obstore_reason(answer: Answer, debug: str) -> Answer:
+    """Add why there was no connection, or no answer."""
+    if not answer.is_transport:
+        return answer
+    if found := _BAD_CERTIFICATE.search(debug):
+        said = " ".join(re.findall(r"\w+", found[1]))
+        return replace(answer, text=said, untrusted=True)
+    if found := _UNRESOLVED.search(debug):
+        return _unresolved(answer, _trim(found[1]))
+    if found := _REFUSED.search(debug):
+        return replace(answer, text=_no_connection(found[1]), unreachable=True)
+    if _TIMED_OUT.search(debug):
+        return replace(answer, text="no answer in time")
+    return answer
+
+
+def _with_python_reason(answer: Answer, error: BaseException) -> Answer:
+    """Add why there was no connection, which the causes of an error tell."""
+    if not answer.is_transport:
+        return answer
+    cause: BaseException | None = error
+    for _ in range(8):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return replace(answer, text=_trim(str(cause)), untrusted=True)
+        if isinstance(cause, socket.gaierror):
+            return _unresolved(answer, _trim(cause.strerror or str(cause)))
+        if isinstance(cause, ConnectionRefusedError) or getattr(cause, "errno", None) in (
+            errno.EHOSTUNREACH,
+            errno.ENETUNREACH,
+        ):
+            return replace(answer, text=_no_connection(type(cause).__name__), unreachable=True)
+        if cause is None:
+            break
+        cause = cause.__cause__ or cause.__context__
+    return answer
+
+
+def _unresolved(answer: Answer, said: str) -> Answer:
+    text = f"the name of the server could not be resolved ({said}): check the endpoint"
+    # A resolver that is overloaded may answer later; one that knows no such name will not.
+    return replace(answer, text=text, unreachable=_MAY_RESOLVE_LATER not in said)
+
+
+def _no_connection(kind: str) -> str:
+    what = "refused" if "Refused" in kind else "not possible: no route to the host"
+    return f"the connection was {what}: check the endpoint, and whether the server runs"
+
+
+def from_fsspec(asked: Asked, error: BaseException) -> CheckpointError:
+    """Map an error of an fsspec filesystem: s3fs, gcsfs, a local one, or any other."""
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, TypeError) and "unexpected keyword" in str(error):
+        return ConfigError(f"{asked}: a storage option is not valid: {_trim(str(error))}")
+    answer = _read_response(error) or _read_python_error(error)
+    mapped = from_answer(asked, answer)
+    if not asked.url.startswith(_IN_PROCESS) and not isinstance(mapped, ConfigError):
+        # aiohttp sends a put again by itself when a connection that it had kept is closed. So the
+        # answer may be that of a second attempt, and the first one was not answered.
+        mapped.refused = False
+    return mapped
+
+
+def _read_response(error: BaseException) -> Answer | None:
+    """Read the server's answer that botocore or gcsfs keeps with the error."""
+    for one in (error, error.__cause__):
+        response = getattr(one, "response", None)
+        if isinstance(response, Mapping):
+            return _read_botocore(response)
+    code = getattr(error, "code", None)
+    if isinstance(code, str) and code.isdigit():
+        code = int(code)
+    if isinstance(code, int) and 100 <= code < 600:
+        return Answer(status=code, text=_trim(str(getattr(error, "message", error))))
+    return None
+
+
+def _read_botocore(response: Mapping[str, Any]) -> Answer:
+    meta = response.get("ResponseMetadata", {})
+    said = response.get("Error", {})
+    code = str(said.get("Code", "")) or None
+    status = meta.get("HTTPStatusCode")
+    after = meta.get("HTTPHeaders", {}).get("retry-after")
+    return Answer(
+        status=int(status) if status is not None else None,
+        code=None if code is None or code.isdigit() else code,
+        text=_trim(str(said.get("Message", ""))),
+        retry_after_s=_seconds(after),
+    )
+
+
+def _read_python_error(error: BaseException) -> Answer:
+    name, text = type(error).__name__, _trim(str(error) or type(error).__name__)
+    if name in _NO_CREDENTIALS:
+        return Answer(text=text, no_credentials=True)
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return Answer(status=404, text=text)
+    if isinstance(error, FileExistsError):
+        return Answer(status=412, text=text)
+    # gcsfs makes a plain OSError of a 403, whose text is all it keeps.
+    if isinstance(error, PermissionError) or text.startswith("Forbidden: "):
+        return Answer(status=403, text=text)
+    transport = (
+        isinstance(error, TimeoutError | ConnectionError | EOFError | asyncio.TimeoutError)
+        or any(base.__name__ in _TRANSPORT_TYPES for base in type(error).__mro__)
+        or getattr(error, "errno", None) in (errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EIO)
+    )
+    answer = Answer(
+        text=f"{name}: {text}",
+        is_transport=transport,
+        never_began=getattr(error, "errno", None) in _NEVER_BEGAN,
+    )
+    return _with_python_reason(answer, error)
+
+
+class ForeignError(Exception):
+    """What a client library raised: its type and its text, cleared of secrets.
+
+    Stands in its place in a chain of exceptions, where tracebacks, logs and other ranks find it.
+    """
+
+
+def scrubbed(error: BaseException) -> ForeignError:
+    """Return what an error may be chained as."""
+    kind = type(error)
+    text = _without_secrets(str(error).partition("\n\nDebug source:")[0])[:_MAX_FOREIGN_TEXT]
+    made = ForeignError(f"{kind.__module__}.{kind.__qualname__}: {printable(text, keep=chr(10))}")
+    return made.with_traceback(error.__traceback__)
+
+
+def _without_secrets(text: str) -> str:
+    """Blank out what may be a secret in a message: by its name, its place, or its look."""
+    text = redact(text, keep=_HARMLESS_PARAMETERS)
+    text = _ELEMENT.sub(_element_without_secrets, text)
+    return _LONG.sub(_long_without_secrets, _NAMED_SECRET.sub(r"\1***", text))
+
+
+def _element_without_secrets(match: re.Match[str]) -> str:
+    return match[0] if match[1] in _HARMLESS_ELEMENTS else f"<{match[1]}>***</{match[1]}>"
+
+
+def _long_without_secrets(match: re.Match[str]) -> str:
+    """Keys, paths and digests are long, too; but their words are short, or of one case."""
+    text = match[0]
+    is_mixed = all(any(test(char) for char in text) for test in (str.isupper, str.islower))
+    words = [word for word in re.split(r"[/_-]", text) if word]
+    is_token = is_mixed and any(map(str.isdigit, text)) and len(text) > 20 * len(words)
+    return "***" if is_token else text
+
+
+def _seconds(value: object) -> float | None:
+    try:
+        return max(0.0, float(str(value)))
+    except ValueError:
+        return None  # an HTTP date or nothing: the backoff decides alone
+
+
+def _first_sentence(text: str) -> str:
+    """Drop the location and the address that obstore writes in front of the reason."""
+    return text.rsplit(" - ", 1)[-1] if " - " in text else text
+
+
+def _trim(text: str) -> str:
+    flat = " ".join(redact(_without_secrets(text)).split())
+    return flat if len(flat) <= _MAX_TEXT else f"{flat[: _MAX_TEXT - 3]}..."
+
+
+# --- the engines themselves --------------------------------------------------------------
 
 
 class Engine(ABC):

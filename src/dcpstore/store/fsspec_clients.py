@@ -15,11 +15,11 @@ from fsspec.asyn import sync
 from fsspec.exceptions import FSTimeoutError
 
 from dcpstore.errors import CheckpointError, ConfigError
-from dcpstore.store.error_map import Asked, from_fsspec, scrubbed
-from dcpstore.store.location import redact
+from dcpstore.store.engine import Asked, from_fsspec, scrubbed
+from dcpstore.text import redact
 
 if TYPE_CHECKING:
-    from dcpstore.store.location import Location
+    from dcpstore.store.base import Location
 
 
 _T = TypeVar("_T")

@@ -46,14 +46,17 @@ from dcpstore.store.base import (
     CopySource,
     Fetched,
     IfMatch,
+    Location,
     ObjectInfo,
+    Part,
     PutMode,
+    StoreLimits,
+    as_bytes_view,
+    checked_parts,
+    limits_of,
 )
-from dcpstore.store.engine import Engine, deletes_failed
-from dcpstore.store.error_map import Asked, from_fsspec
+from dcpstore.store.engine import Asked, Engine, deletes_failed, from_fsspec
 from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, run_within, sync_within
-from dcpstore.store.limits import Part, StoreLimits, as_bytes_view, checked_parts, limits_of
-from dcpstore.store.location import Location
 from dcpstore.store.retry import (
     Deadline,
     RetryPolicy,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcpstore.store.location import Location
+    from dcpstore.store.base import Location
 
 
 # obstore asks again, ten times a second if need be, once less than 5 minutes of an

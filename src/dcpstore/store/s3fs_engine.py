@@ -26,20 +26,25 @@ from dcpstore.store.base import (
     CopySource,
     Fetched,
     IfMatch,
+    Location,
     ObjectInfo,
+    Part,
     PutMode,
+    StoreLimits,
+    as_bytes_view,
+    checked_parts,
 )
 from dcpstore.store.engine import (
+    Answer,
+    Asked,
     Engine,
     Publication,
     compare_etag,
     deletes_failed,
+    from_answer,
     with_either_mark,
 )
-from dcpstore.store.error_map import Answer, Asked, from_answer
 from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, sync_within
-from dcpstore.store.limits import Part, StoreLimits, as_bytes_view, checked_parts
-from dcpstore.store.location import Location
 from dcpstore.store.ranges import ByteRange, cut
 from dcpstore.store.retry import Deadline, RetryPolicy, call_with_retries, copy_with_retries
 

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dcpstore.errors import NotFoundError, StoreError
-from dcpstore.store.error_map import Asked, from_fsspec
+from dcpstore.store.engine import Asked, from_fsspec
+from dcpstore.store.folder import parse_location
 from dcpstore.store.fsspec_engine import TEMPORARY
-from dcpstore.store.location import parse_location
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpstore.store.location import Location
+    from dcpstore.store.base import Location
     from dcpstore.store.s3fs_engine import S3fsStore
 
 

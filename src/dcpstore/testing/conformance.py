@@ -26,8 +26,7 @@ from dcpstore.errors import (
     CorruptError,
     NotFoundError,
 )
-from dcpstore.store.base import IfMatch, Store
-from dcpstore.store.limits import Part
+from dcpstore.store.base import IfMatch, Part, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

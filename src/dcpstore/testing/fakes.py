@@ -18,10 +18,12 @@ from dcpstore.store.base import (
     Fetched,
     FillsMemory,
     ObjectInfo,
+    Part,
     Store,
     WrappedStore,
+    num_bytes_of,
+    pieces_of,
 )
-from dcpstore.store.limits import Part, num_bytes_of, pieces_of
 
 _T = TypeVar("_T")
 _PAGE = 1000  # objects that one request of a list shows

@@ -43,9 +43,8 @@ from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.copying import copy_bytes_out, host_payload
 from dcpstore.format.manifest import DataObject
 from dcpstore.report import Meter
-from dcpstore.store.base import Capabilities, ObjectInfo
+from dcpstore.store.base import Capabilities, ObjectInfo, Part, joined
 from dcpstore.store.budget import Bytes, Cancelled
-from dcpstore.store.limits import Part, joined
 
 _T = TypeVar("_T")
 

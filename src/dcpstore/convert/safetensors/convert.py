@@ -40,8 +40,7 @@ from dcpstore.read.safetensors import (
 )
 from dcpstore.report import ProgressCallback, show_progress
 from dcpstore.store.base import Store
-from dcpstore.store.folder import Folder
-from dcpstore.store.location import file_location
+from dcpstore.store.folder import Folder, file_location
 
 
 def dcp_to_safetensors(

@@ -75,8 +75,7 @@ from dcpstore.ranks import steps
 from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import BoxRead, Checkpoint, open_checkpoint
 from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
-from dcpstore.store.folder import Folder
-from dcpstore.store.location import file_location, parse_location
+from dcpstore.store.folder import Folder, file_location, parse_location
 from dcpstore.store.ranges import row_major_strides
 from dcpstore.torch_private import meta_storage, set_element, set_lazy_bits, storage_identity
 
