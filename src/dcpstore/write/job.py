@@ -1,16 +1,17 @@
-"""Which items go into which object, and in how large parts that is sent.
+"""One rank's part of one save: items, one after another, into packed objects.
 
-One rank's part of one save: items, one after another, into packed objects.
+Which items go into which object, and in how large parts objects are sent, is planned before the
+first byte is written.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -33,7 +34,12 @@ from dcpstore.store.ranges import ByteRange
 from dcpstore.text import collector_paused
 from dcpstore.write.upload import ObjectStream, Uploads
 
+logger = logging.getLogger(__name__)
+
 _MIB = 1 << 20
+_RECORD_OVERHEAD_BYTES = 700  # for packing only; the true size is known when it is written
+_SCRATCH_BYTES = 1 << 20
+_MARGIN = 64
 _LEAST_PART_BYTES = 8 * _MIB  # 0.08 s of a 100 MB/s connection, about twice a request's delay
 
 
@@ -86,13 +92,6 @@ def plan_part_bytes(total_bytes: int, num_objects: int, *, max_parts: int, most_
     return min(most_bytes, max(least_bytes, even_bytes))
 
 
-logger = logging.getLogger(__name__)
-
-_RECORD_OVERHEAD_BYTES = 700  # for packing only; the true size is known when it is written
-_SCRATCH_BYTES = 1 << 20
-_MARGIN = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Written:
     """What a rank tells the coordinator about one item, in ``WriteResult.storage_data``."""
@@ -101,22 +100,25 @@ class Written:
     object: DataObject
 
 
+_Stored: TypeAlias = tuple[StoredItem, BlockChecksummer]
+"""An item as written; its checksums are known once its object is complete."""
+
+
 @dataclass(slots=True)
 class _Draft:
-    """An item as written, before its checksums are known."""
+    """What was written of one item: its bytes, and perhaps an encoding beside them."""
 
     index: MetadataIndex
-    item: StoredItem
-    checksummer: BlockChecksummer
-    encoded: tuple[StoredItem, BlockChecksummer] | None = None
+    stored: _Stored
+    encoded: _Stored | None = None
 
     def finish(self) -> StoredItem:
         """Return the item with its checksums, once its object is complete."""
-        item = replace(self.item, checksums=self.checksummer.finish())
-        if self.encoded is None:
-            return item
-        encoded, checksummer = self.encoded
-        return replace(item, encoded=replace(encoded, checksums=checksummer.finish()))
+        item, checksummer = self.stored
+        encoded = None
+        if self.encoded is not None:
+            encoded = replace(self.encoded[0], checksums=self.encoded[1].finish())
+        return replace(item, checksums=checksummer.finish(), encoded=encoded)
 
 
 @dataclass(slots=True)
@@ -179,7 +181,8 @@ class WriteJob:
             self._store.capabilities.limits.check_key(last)
         uploads = Uploads(
             self._store,
-            self._sized_for(items, sizes, objects),
+            self._config,
+            part_bytes=self._part_bytes_for(items, sizes, objects),
             pin=torch.cuda.is_available(),
             meter=self._meter,
             lends=getattr(self._planner, "keeps_tensors", True),
@@ -200,11 +203,11 @@ class WriteJob:
         )
         self._warn_of_refused()
         with collector_paused():
-            return [self._result(draft, uploads.objects[draft.item.key]) for draft in drafts]
+            return [self._result(draft, uploads.objects) for draft in drafts]
 
-    def _sized_for(
+    def _part_bytes_for(
         self, items: Sequence[WriteItem], sizes: Sequence[int], objects: Sequence[Sequence[int]]
-    ) -> WriteConfig:
+    ) -> int:
         """Choose the size of parts: even, and as large as the largest object needs.
 
         Raises:
@@ -233,44 +236,29 @@ class WriteJob:
                 f"{name!r} cannot be saved at {self._store.url}: {error.message}; or save it in"
                 " chunks, with dcpstore.SavePlanner(max_item_bytes=...) or in shards"
             ) from error
-        return replace(self._config, part_bytes=part_bytes)
+        return part_bytes
 
-    def _result(self, draft: _Draft, stored: DataObject) -> WriteResult:
+    def _result(self, draft: _Draft, objects: Mapping[str, DataObject]) -> WriteResult:
         item = draft.finish()
-        return WriteResult(draft.index, item.record.num_bytes, Written(item, stored))
+        written = Written(item, objects[item.key])
+        return WriteResult(draft.index, item.record.num_bytes, written)
 
     def _write(self, stream: ObjectStream, write_item: WriteItem) -> _Draft:
-        checksummer = BlockChecksummer(self._config.checksum_block_bytes)
-        data = self._planner.resolve_data(write_item)
+        data, index = self._planner.resolve_data(write_item), write_item.index
         if write_item.type != WriteItemType.BYTE_IO:
-            item = self._write_tensor(stream, checksummer, _check_tensor(write_item, data))
-            return _Draft(write_item.index, item, checksummer)
+            return _Draft(index, self._write_tensor(stream, _check_tensor(write_item, data)))
         if not isinstance(data, io.BytesIO):
             raise IncompatibleError(
                 "the planner's resolve_data gave"
                 f" {type(data).__name__} for a value; DCP's contract is an io.BytesIO"
             )
         content = data.getbuffer()
-        item = self._write_value(stream, checksummer, content, "bytes")
+        stored = self._write_pieces(stream, [content], "bytes")
         if not isinstance(data, ValueRecord):
-            self._note_refused(write_item.index.fqn, content)
-            return _Draft(write_item.index, item, checksummer)
-        if data.encoded is None:
-            return _Draft(write_item.index, item, checksummer)
-        second = BlockChecksummer(self._config.checksum_block_bytes)
-        encoded = self._write_value(stream, second, memoryview(data.encoded), "value")
-        return _Draft(write_item.index, item, checksummer, (encoded, second))
-
-    def _write_value(
-        self,
-        stream: ObjectStream,
-        checksummer: BlockChecksummer,
-        content: memoryview,
-        kind: ItemKind,
-    ) -> StoredItem:
-        if self._extensions:
-            return self._write_transformed(stream, checksummer, [content], kind, ())
-        return self._write_whole(stream, checksummer, content, kind, ())
+            self._note_refused(index.fqn, content)
+        elif data.encoded is not None:
+            return _Draft(index, stored, self._write_pieces(stream, [data.encoded], "value"))
+        return _Draft(index, stored)
 
     def _note_refused(self, fqn: str, record: memoryview) -> None:
         """Note a value of another planner that the default load will not open."""
@@ -294,18 +282,13 @@ class WriteJob:
             more,
         )
 
-    def _write_tensor(
-        self, stream: ObjectStream, checksummer: BlockChecksummer, tensor: torch.Tensor
-    ) -> StoredItem:
+    def _write_tensor(self, stream: ObjectStream, tensor: torch.Tensor) -> _Stored:
         sizes = tuple(tensor.shape)
-        plain = is_plain(tensor)
+        if not is_plain(tensor):
+            return self._write_pieces(stream, [encode_opaque(tensor)], "record", sizes)
         if self._extensions:
-            pieces = _record_pieces(tensor) if plain else [memoryview(encode_opaque(tensor))]
-            return self._write_transformed(stream, checksummer, pieces, "record", sizes)
-        if not plain:
-            content = memoryview(encode_opaque(tensor))
-            return self._write_whole(stream, checksummer, content, "record", sizes)
-        start = stream.tell()
+            return self._write_pieces(stream, _record_pieces(tensor), "record", sizes)
+        start, checksummer = stream.tell(), BlockChecksummer(self._config.checksum_block_bytes)
         layout = plan_record(tensor.dtype, sizes, object_offset=start)
         stream.write(layout.header)
         stream.begin_checked(checksummer)
@@ -318,7 +301,7 @@ class WriteJob:
         stream.end_checked()
         stream.write(layout.trailer)
         payload = start + layout.payload_offset
-        return StoredItem(
+        item = StoredItem(
             key=stream.key,
             record=ByteRange(start, stream.tell()),
             kind="raw",
@@ -328,31 +311,24 @@ class WriteJob:
             block_bytes=self._config.checksum_block_bytes,
             inline=inline,
         )
+        return item, checksummer
 
-    def _write_whole(
+    def _write_pieces(
         self,
         stream: ObjectStream,
-        checksummer: BlockChecksummer,
-        content: memoryview,
-        kind: ItemKind,
-        sizes: tuple[int, ...],
-    ) -> StoredItem:
-        start = stream.tell()
-        stream.begin_checked(checksummer)
-        stream.write(content)
-        stream.end_checked()
-        inline = bytes(content) if self._may_inline(len(content)) else None
-        return self._whole_item(stream, start, kind, sizes, (), inline)
-
-    def _write_transformed(
-        self,
-        stream: ObjectStream,
-        checksummer: BlockChecksummer,
         pieces: Iterable[memoryview | bytes],
         kind: ItemKind,
-        sizes: tuple[int, ...],
-    ) -> StoredItem:
-        start = stream.tell()
+        sizes: tuple[int, ...] = (),
+    ) -> _Stored:
+        """Write what is only read as a whole, through the transforms if there are any.
+
+        Args:
+            stream: Of the object.
+            pieces: Its bytes; a list where there are no transforms.
+            kind: How they are to be read.
+            sizes: Of a tensor.
+        """
+        start, checksummer = stream.tell(), BlockChecksummer(self._config.checksum_block_bytes)
         stream.begin_checked(checksummer)
         sink: Any = _KeepOpen(stream)
         for extension in self._extensions:
@@ -361,31 +337,21 @@ class WriteJob:
             sink.write(piece)
         sink.close()
         stream.end_checked()
-        # Readers undo them in this order: what wrote to the object last comes first. Stock
-        # writers record the reverse, so stock cannot load what it saved with two extensions.
-        descriptors = tuple(one.get_descriptor() for one in self._extensions)
-        return self._whole_item(stream, start, kind, sizes, descriptors, None)
-
-    def _whole_item(
-        self,
-        stream: ObjectStream,
-        start: int,
-        kind: ItemKind,
-        sizes: tuple[int, ...],
-        transforms: tuple[str, ...],
-        inline: bytes | None,
-    ) -> StoredItem:
         record = ByteRange(start, stream.tell())
-        return StoredItem(
+        may_inline = not self._extensions and self._may_inline(record.num_bytes)
+        item = StoredItem(
             key=stream.key,
             record=record,
             kind=kind,
             payload=record,
             sizes=sizes,
-            transforms=transforms,
+            # Readers undo them in this order: what wrote to the object last comes first. Stock
+            # writers record the reverse, so stock cannot load what it saved with two extensions.
+            transforms=tuple(one.get_descriptor() for one in self._extensions),
             block_bytes=self._config.checksum_block_bytes,
-            inline=inline,
+            inline=b"".join(pieces) if may_inline else None,
         )
+        return item, checksummer
 
     def _may_inline(self, num_bytes: int) -> bool:
         total = self._inline_bytes + num_bytes

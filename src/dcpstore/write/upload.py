@@ -1,8 +1,4 @@
-"""Memory for parts on their way to the store: places, slabs and scratch, all of them bounded.
-
-One part of an object on its way: pieces of memory, and whose payload they are.
-
-From tensors to objects: slabs are filled, checksummed and uploaded, all at the same time.
+"""From tensors to objects: slabs are filled, checksummed and uploaded, all at the same time.
 
 One thread (the caller's) makes parts; one thread per object in flight checksums and
 uploads them; the store keeps several parts of an object in flight. What has to be copied
@@ -418,6 +414,7 @@ class Uploads:
     Args:
         store: Rooted at the checkpoint's folder.
         config: Sizes and bounds.
+        part_bytes: Size of every part but an object's last; None for the config's.
         pin: Allocate page-locked slabs, for copies from a CUDA device.
         meter: Counts the bytes handed to the store.
         lends: Whether the store may read tensors' own memory until the uploads end; not for
@@ -429,12 +426,16 @@ class Uploads:
         store: ObjectSink,
         config: WriteConfig,
         *,
+        part_bytes: int | None = None,
         pin: bool,
         meter: Meter | None = None,
         lends: bool = True,
     ) -> None:
         self._store = store
-        self.least_lent_bytes = self._least_lent_bytes(config) if lends else None
+        self.part_bytes = config.part_bytes if part_bytes is None else part_bytes
+        """Size of every part but an object's last."""
+        least_bytes = _LEAST_LENT_BYTES if store.capabilities.gathers_parts else self.part_bytes
+        self.least_lent_bytes = min(least_bytes, self.part_bytes) if lends else None
         """Fewest bytes of a tensor that are worth to be sent from where they lie."""
         self.has_lent = False
         """Whether any were: then parts are expected to copy little."""
@@ -454,11 +455,6 @@ class Uploads:
     def peak_bytes(self) -> int:
         """Memory that the slabs took."""
         return self._pool.peak_bytes
-
-    @property
-    def keys(self) -> list[str]:
-        """Every key that this save may have put, whether its put ended or not."""
-        return list(self._futures)
 
     def __enter__(self) -> Uploads:
         return self
@@ -480,16 +476,6 @@ class Uploads:
         self._open = stream
         self._futures[key] = self._executor.submit(self._upload, stream)
         return stream
-
-    @property
-    def part_bytes(self) -> int:
-        """Size of every part but an object's last."""
-        return self._config.part_bytes
-
-    def _least_lent_bytes(self, config: WriteConfig) -> int:
-        if not self._store.capabilities.gathers_parts:
-            return config.part_bytes
-        return min(_LEAST_LENT_BYTES, config.part_bytes)
 
     def take_place(self) -> None:
         """Take a place for a part, waiting for one.
@@ -520,12 +506,12 @@ class Uploads:
         return self._pool.acquire_slab(cancelled=self._failed.is_set)
 
     def _make_pool(self, config: WriteConfig) -> SlabPool:
-        num_slabs = config.budget_bytes // config.part_bytes
+        num_slabs = config.budget_bytes // self.part_bytes
         # An upload begins once it has two parts.
         num_places = max(2, config.max_uploads)
         if not self._store.capabilities.gathers_parts:
             num_places = min(num_places, num_slabs)  # it copies what it is lent
-        return SlabPool(num_places, num_slabs, config.part_bytes, self._make_slab)
+        return SlabPool(num_places, num_slabs, self.part_bytes, self._make_slab)
 
     def _make_slab(self, num_bytes: int) -> Slab:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
@@ -535,7 +521,7 @@ class Uploads:
         self._raise_cause()
         for key, future in self._futures.items():
             self.objects[key] = stored = future.result()
-            num_parts = max(1, -(-stored.size_bytes // self._config.part_bytes))
+            num_parts = max(1, -(-stored.size_bytes // self.part_bytes))
             self.num_requests += num_parts + 2 if num_parts > 1 else 1
 
     def _abort(self, error: BaseException) -> None:
@@ -566,8 +552,7 @@ class Uploads:
             raise
 
     def _put(self, stream: ObjectStream) -> DataObject:
-        sent = _Count()
-        parts = self._leases(stream, sent)
+        parts = self._leases(stream)
         first = next(parts, ())
         second = next(parts, None)
         if second is None:
@@ -578,19 +563,19 @@ class Uploads:
             etag = self._store.put_parts(
                 stream.key,
                 rest,
-                part_bytes=self._config.part_bytes,
+                part_bytes=self.part_bytes,
                 max_concurrency=self._config.max_uploads,
             )
-        self._confirm(stream.key, sent.num_bytes)
-        return DataObject(stream.key, sent.num_bytes, etag)
+        num_bytes = stream.tell()  # the caller has finished it: all its parts were taken
+        self._confirm(stream.key, num_bytes)
+        return DataObject(stream.key, num_bytes, etag)
 
-    def _leases(self, stream: ObjectStream, sent: _Count) -> Iterator[tuple[memoryview, ...]]:
+    def _leases(self, stream: ObjectStream) -> Iterator[tuple[memoryview, ...]]:
         while (part := stream.parts.get()) is not None:
             if self._failed.is_set():
                 break
             part.wait_and_check()
             num_bytes = part.num_bytes
-            sent.num_bytes += num_bytes
             leases = self._pool.lease(part.seal(), part.slab, part.scratch)
             self._lent.extend(weakref.ref(leases[number]) for number in part.lent)
             views = tuple(lease.data for lease in leases)
@@ -610,11 +595,6 @@ class Uploads:
             raise CorruptError(
                 f"{key} has {stored} bytes in the store after {num_bytes} were put", key=key
             )
-
-
-@dataclass(slots=True)
-class _Count:
-    num_bytes: int = 0
 
 
 def _emptying(
