@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python -m dcpstore.demo $(DEMO_ARGS)
+	$(BIN)/python -m dcpstore demo $(DEMO_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

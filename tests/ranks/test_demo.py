@@ -12,7 +12,7 @@ ARGUMENTS = ["--save-ranks", "2", "--load-ranks", "1", "--steps", "4", "--width"
 
 @pytest.mark.timeout(240)  # 12 s on two idle cores, a minute on two busy ones
 def test_the_demo_restores_every_bit_and_repeats_the_losses() -> None:
-    command = [sys.executable, "-m", "dcpstore.demo", *ARGUMENTS, "--layers", "1"]
+    command = [sys.executable, "-m", "dcpstore", "demo", *ARGUMENTS, "--layers", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=220)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()

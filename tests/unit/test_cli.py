@@ -33,9 +33,7 @@ class Terminal(io.StringIO):
 
 def connection(url: str, *arguments: str, side: str = ""):
     parser = argparse.ArgumentParser()
-    add_connection_arguments(parser)
-    if side:
-        add_connection_arguments(parser, side)
+    add_connection_arguments(parser, *filter(None, [side]))
     out = Output(io.StringIO(), io.StringIO())
     return read_connection(parser.parse_args(list(arguments)), url, out, side), out
 

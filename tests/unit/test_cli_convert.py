@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import dcpstore
-from dcpstore.cli.conversion import parse_size
+from dcpstore.cli.convert import parse_size
 
 STATE = {
     "model": {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)},

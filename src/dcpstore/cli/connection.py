@@ -55,15 +55,28 @@ class Connection:
         return WriteConfig(retry_deadline_s=self.retry_s)
 
 
-def add_connection_arguments(parser: argparse.ArgumentParser, side: str = "") -> None:
+def add_key_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options that choose keys."""
+    for option, text in (("--keys", "only these"), ("--exclude", "all but these")):
+        parser.add_argument(
+            option, action="append", default=[], metavar="GLOB", help=f"{text}; repeatable"
+        )
+
+
+def add_connection_arguments(parser: argparse.ArgumentParser, *sides: str) -> None:
     """Add the options that say how to reach a store.
 
     Args:
         parser: Of a command.
-        side: For a command with two URLs: ``"source"`` or ``"target"`` adds options such as
+        sides: For a command with two URLs: ``"source"`` adds options such as
             ``--source-profile`` that hold for that URL alone. The common ones hold for both,
             local folders excepted.
     """
+    for side in ("", *sides):
+        _add_connection_arguments(parser, side)
+
+
+def _add_connection_arguments(parser: argparse.ArgumentParser, side: str) -> None:
     dash, only = (f"{side}-", f" (of the {side} alone)") if side else ("", "")
     group = parser.add_argument_group(f"connection{only}")
     group.add_argument(

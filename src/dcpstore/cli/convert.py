@@ -1,17 +1,30 @@
-"""``dcpstore convert``: between checkpoints, safetensors, and files of torch.save."""
+"""``dcpstore convert``: between checkpoints, safetensors, and files of torch.save.
+
+``dcpstore copy`` takes its arguments, its ranks and its result from here.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dcpstore.cli.connection import open_given_store, read_connection
-from dcpstore.cli.conversion import add_conversion_arguments, parse_size, run_conversion
+from dcpstore.cli.connection import (
+    add_connection_arguments,
+    add_key_arguments,
+    open_given_store,
+    read_connection,
+)
 from dcpstore.cli.output import ExitCode, Output
-from dcpstore.errors import ConfigError
+from dcpstore.errors import AlreadyExistsError, ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from dcpstore.convert import ConvertResult
 
 DESCRIPTION = """\
@@ -30,6 +43,8 @@ torchrun --no-python --nproc-per-node 4 dcpstore convert s3://a/step-1 s3://b/hf
 Form: TypeAlias = Literal["dcp", "safetensors", "torch"]
 
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,3 +120,153 @@ def _choose(
     raise ConfigError(
         f"there is no way from {found} to {wanted} in one step: convert to a checkpoint first"
     )
+
+
+# --- shared with ``dcpstore copy`` --------------------------------------------------------
+
+
+def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add source and target, the choice of keys, and how to reach both sides."""
+    parser.add_argument("source", metavar="SOURCE_URL", help="what is there")
+    parser.add_argument("target", metavar="TARGET_URL", help="what is to be")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at TARGET_URL")
+    choice = parser.add_argument_group("what is converted")
+    add_key_arguments(choice)
+    choice.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="of a key, or of a prefix that ends with a dot ('model.=' drops it); repeatable",
+    )
+    choice.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        metavar="[GLOB=]DTYPE",
+        help="of the tensors of its kind, such as bfloat16; repeatable with a GLOB",
+    )
+    parser.add_argument(
+        "--budget", type=parse_size, default=256 << 20, metavar="SIZE", help="memory (256MiB)"
+    )
+    add_connection_arguments(parser, "source", "target")
+
+
+def parse_size(text: str) -> int:
+    """Return bytes: ``256MiB`` counts in 1024s, ``5GB`` in 1000s, ``100`` in bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 256MiB or 5GB")
+    number, unit, binary = match.groups()
+    num_bytes = float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()]
+    if not 1 <= num_bytes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of at least a byte")
+    return int(num_bytes)
+
+
+def run_conversion(
+    convert: Callable[..., ConvertResult],
+    args: argparse.Namespace,
+    out: Output,
+    *,
+    action: str,
+    options: Mapping[str, Any],
+) -> ExitCode:
+    """Call a converter and print what it did; under torchrun, with all ranks together.
+
+    Args:
+        convert: One of `dcpstore.convert`.
+        args: Of the command.
+        out: Its streams.
+        action: ``"convert"`` or ``"copy"``: names the progress and the document.
+        options: The converter's own options.
+    """
+    source = read_connection(args, args.source, out, "source")
+    target = read_connection(args, args.target, out, "target")
+    with _ranks_of_torchrun() as is_coordinator:
+        if not is_coordinator:
+            out.quiet = True
+        with out.progress(action) as progress, _in_words_of_options():
+            result = convert(
+                source.url,
+                target.url,
+                keys=args.keys,
+                exclude=args.exclude,
+                rename=_renames(args.rename) or None,
+                dtype=_dtypes(args.dtype),
+                source_options=source.storage_options,
+                target_options=target.storage_options,
+                budget_bytes=args.budget,
+                overwrite=args.overwrite,
+                progress=progress,
+                **options,
+            )
+    if is_coordinator:
+        out.result(f"dcpstore.{action}/1", _document(result), str(result).splitlines())
+    return ExitCode.OK
+
+
+@contextmanager
+def _ranks_of_torchrun() -> Iterator[bool]:
+    """Join the ranks that torchrun started; yields whether this one speaks for all."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "MASTER_ADDR" not in os.environ:
+        yield True
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _in_words_of_options() -> Iterator[None]:
+    """Name the option where the library names its argument."""
+    try:
+        yield
+    except AlreadyExistsError as error:
+        text = error.message.replace("pass overwrite=True", "give --overwrite")
+        raise AlreadyExistsError(text) from error
+
+
+def _renames(given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        old, equals, new = text.partition("=")
+        if not equals or not old:
+            raise ConfigError(f"--rename {text!r}: write OLD=NEW")
+        found[old] = new
+    return found
+
+
+def _dtypes(given: Sequence[str]) -> torch.dtype | dict[str, torch.dtype] | None:
+    from dcpstore.format.dtypes import dtype_from_name
+
+    found: dict[str, torch.dtype] = {}
+    for text in given:
+        pattern, equals, name = text.rpartition("=")
+        try:
+            found[pattern if equals else "*"] = dtype_from_name(name)
+        except ValueError as error:
+            raise ConfigError(f"--dtype {text}: {error}") from error
+    return found or None
+
+
+def _document(result: ConvertResult) -> dict[str, Any]:
+    return {
+        "source": result.source,
+        "target": result.target,
+        "num_tensors": result.num_tensors,
+        "num_values": result.num_values,
+        "tensor_bytes": result.tensor_bytes,
+        "stored_bytes": result.stored_bytes,
+        "fetched_bytes": result.fetched_bytes,
+        "num_server_copies": result.num_server_copies,
+        "server_copied_bytes": result.server_copied_bytes,
+        "objects": dict(result.objects),
+        "skipped": dict(result.skipped),
+        "cast": {key: list(names) for key, names in result.cast.items()},
+        "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
+    }

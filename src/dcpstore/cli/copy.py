@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dcpstore.cli.conversion import add_conversion_arguments, parse_size, run_conversion
+from dcpstore.cli.convert import add_conversion_arguments, parse_size, run_conversion
 from dcpstore.cli.output import ExitCode, Output
 
 DESCRIPTION = """\

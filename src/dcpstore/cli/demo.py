@@ -21,15 +21,15 @@ dcpstore demo --save-ranks 2 --load-ranks 1 --steps 6"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the demo."""
-    from dcpstore.demo.__main__ import add_arguments as add_demo_arguments
+    from dcpstore.demo.run import add_arguments as add_demo_arguments
 
     add_demo_arguments(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> ExitCode:
     """Run it; see `dcpstore.demo`."""
-    from dcpstore.demo.__main__ import read_options, run_demo
     from dcpstore.demo.launch import RanksError
+    from dcpstore.demo.run import read_options, run_demo
 
     say = out.note if out.as_json else out.line
     try:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from dcpstore.cli.connection import add_connection_arguments, read_connection
+from dcpstore.cli.connection import (
+    add_connection_arguments,
+    add_key_arguments,
+    read_connection,
+)
 from dcpstore.cli.output import ExitCode, Output
 
 if TYPE_CHECKING:
@@ -37,15 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read all values, even where equal checksums (CRC32C per block) say enough",
     )
-    parser.add_argument(
-        "--keys", action="append", default=[], metavar="GLOB", help="only these; repeatable"
-    )
-    parser.add_argument(
-        "--exclude", action="append", default=[], metavar="GLOB", help="all but these; repeatable"
-    )
-    add_connection_arguments(parser)
-    for side in ("left", "right"):
-        add_connection_arguments(parser, side)
+    add_key_arguments(parser)
+    add_connection_arguments(parser, "left", "right")
 
 
 def run(args: argparse.Namespace, out: Output) -> ExitCode:
@@ -68,13 +66,9 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
             read_all=args.read_all,
             progress=progress,
         )
-    out.result("dcpstore.diff/1", _document(found), _lines(found))
+    lines = chain(found.summary().splitlines(), map(str, found.differences))
+    out.result("dcpstore.diff/1", _document(found), lines)
     return ExitCode.OK if found.is_equal else ExitCode.FINDING
-
-
-def _lines(found: Comparison) -> Iterator[str]:
-    yield from found.summary().splitlines()
-    yield from map(str, found.differences)
 
 
 def _document(found: Comparison) -> dict[str, Any]:
@@ -89,14 +83,5 @@ def _document(found: Comparison) -> dict[str, Any]:
         "fetched_bytes": found.fetched_bytes,
         "num_requests": found.num_requests,
         "elapsed_s": round(found.elapsed_s, 3),
-        "differences": [
-            {
-                "fqn": one.fqn,
-                "kind": one.kind,
-                "left": one.left,
-                "right": one.right,
-                "detail": one.detail,
-            }
-            for one in found.differences
-        ],
+        "differences": [asdict(one) for one in found.differences],
     }

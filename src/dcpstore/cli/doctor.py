@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -44,26 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> ExitCode:
     """Diagnose; see `dcpstore.audit.doctor.diagnose`."""
     connection = read_connection(args, args.url, out)
+
+    def show(check: Check) -> None:
+        for line in () if out.as_json else check.lines():
+            out.line(line)
+
     found = diagnose(
         connection.url,
         storage_options=connection.storage_options,
         config=connection.read_config,
         probe_bytes=args.probe_mib << 20,
         read_only=args.read_only,
-        on_check=lambda check: _show(check, out),
+        on_check=show,
     )
-    out.result("dcpstore.doctor/1", _document(found), _lines(found))
+    out.result("dcpstore.doctor/1", _document(found), found.summary())
     return ExitCode.OK if found.is_healthy else ExitCode.FINDING
-
-
-def _show(check: Check, out: Output) -> None:
-    if not out.as_json:
-        for line in check.lines():
-            out.line(line)
-
-
-def _lines(found: Diagnosis) -> Iterator[str]:
-    yield from found.summary()
 
 
 def _document(found: Diagnosis) -> dict[str, Any]:

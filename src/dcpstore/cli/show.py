@@ -26,6 +26,7 @@ from dcpstore.audit.describe import (
 from dcpstore.cli.connection import (
     Connection,
     add_connection_arguments,
+    add_key_arguments,
     open_given_store,
     read_connection,
 )
@@ -62,12 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("url", metavar="URL", help="of a checkpoint or a file, or a local path")
     choice = parser.add_argument_group("which keys, in which order")
-    choice.add_argument(
-        "--keys", action="append", default=[], metavar="GLOB", help="only these; repeatable"
-    )
-    choice.add_argument(
-        "--exclude", action="append", default=[], metavar="GLOB", help="all but these; repeatable"
-    )
+    add_key_arguments(choice)
     choice.add_argument(
         "--sort", choices=("key", "bytes", "shards", "dtype", "shape"), default="key"
     )

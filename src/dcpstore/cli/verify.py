@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from dcpstore.cli.connection import add_connection_arguments, read_connection
@@ -45,13 +45,9 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
             config=connection.read_config,
             progress=progress,
         )
-    out.result("dcpstore.verify/1", _document(found), _lines(found))
+    lines = chain(found.summary().splitlines(), map(str, found.findings))
+    out.result("dcpstore.verify/1", _document(found), lines)
     return ExitCode.OK if found.is_sound else ExitCode.FINDING
-
-
-def _lines(found: Verification) -> Iterator[str]:
-    yield from found.summary().splitlines()
-    yield from map(str, found.findings)
 
 
 def _document(found: Verification) -> dict[str, Any]:

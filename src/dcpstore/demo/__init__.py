@@ -1,6 +1,6 @@
 """The whole of dcpstore on one machine: train, save to a bucket, resume elsewhere.
 
-``python -m dcpstore.demo`` (``make demo``) does, and checks, in this order:
+``dcpstore demo`` (``make demo``) does, and checks, in this order:
 
 1. starts an S3 server of its own and makes a bucket in it
 2. trains a small transformer under FSDP2 on 4 processes, saving half way

@@ -1,21 +1,18 @@
-"""Entry point of ``python -m dcpstore.demo``."""
+"""The three jobs of the demo, one after the other, and what is compared."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from dcpstore.demo.job import NUM_MICRO_BATCHES, JobReport, JobSpec, ModelConfig, train
-from dcpstore.demo.launch import RanksError, deaf_to_interrupts, run_ranks
+from dcpstore.demo.launch import deaf_to_interrupts, run_ranks
 from dcpstore.demo.report import (
     Check,
     check_final_state,
@@ -45,31 +42,7 @@ class Options:
     model: ModelConfig
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; return 0 if every check passed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dcpstore.demo",
-        description="Train, save to an emulated bucket, resume on other ranks, compare.",
-    )
-    add_arguments(parser)
-    options = read_options(parser.parse_args(arguments), parser.error)
-    signal.signal(signal.SIGTERM, _exit_on_signal)  # so that a killed demo ends its children
-    try:
-        checks = run_demo(options)
-    except RanksError as error:
-        _say(f"FAIL  {error}")
-        return 1
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return 130
-    return 0 if all(check.passed for check in checks) else 1
-
-
-def run_demo(options: Options, say: Callable[[str], None] = _say) -> list[Check]:
+def run_demo(options: Options, say: Callable[[str], None]) -> list[Check]:
     """Run the demo, tell what happens on the way, and return what was compared.
 
     Raises:
@@ -218,13 +191,5 @@ def _keep(endpoint_url: str, say: Callable[[str], None]) -> None:
             time.sleep(3600)
 
 
-def _exit_on_signal(signum: int, _: FrameType | None) -> NoReturn:
-    sys.exit(128 + signum)
-
-
 def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
