@@ -14,8 +14,8 @@ import torch
 
 import dcpstore
 from dcpstore.errors import CorruptError
-from dcpstore.format.json_text import check_natural, parse_json
 from dcpstore.format.safetensors import header_length, parse_file
+from dcpstore.text import check_natural, parse_json
 
 KEY = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -30,9 +30,9 @@ import numpy.typing as npt
 from dcpstore.config import MAX_METADATA_BYTES
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.dtypes import DTYPES
-from dcpstore.format.json_text import check_natural, parse_json
 from dcpstore.format.keys import check_relative, is_save_id
 from dcpstore.store.ranges import ByteRange
+from dcpstore.text import check_natural, parse_json
 
 FORMAT_VERSION = 2
 """The newest that is read."""

@@ -24,9 +24,8 @@ from typing_extensions import Buffer
 
 from dcpstore.errors import CorruptError
 from dcpstore.format.dtypes import item_bytes
-from dcpstore.format.json_text import check_natural, parse_json
 from dcpstore.store.ranges import ByteRange
-from dcpstore.text import collector_paused
+from dcpstore.text import check_natural, collector_paused, parse_json
 
 LENGTH_BYTES = 8
 """Bytes at the start of a file that give the length of its header."""

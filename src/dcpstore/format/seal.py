@@ -22,10 +22,10 @@ from typing import Any
 import crc32c
 
 from dcpstore.errors import CorruptError, NotFoundError
-from dcpstore.format.json_text import check_natural, parse_json
 from dcpstore.format.keys import check_relative, is_save_id, manifest_key
 from dcpstore.store.base import Store
 from dcpstore.store.ranges import ByteRange
+from dcpstore.text import check_natural, parse_json
 
 _MAGIC = b"DCPSSEAL"
 _TAIL = struct.Struct("<I8s")

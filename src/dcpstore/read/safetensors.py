@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
-from dcpstore.format.json_text import parse_json
 from dcpstore.format.keys import check_relative
 from dcpstore.format.safetensors import (
     LENGTH_BYTES,
@@ -27,6 +26,7 @@ from dcpstore.format.safetensors import (
 )
 from dcpstore.store.base import Store
 from dcpstore.store.ranges import ByteRange
+from dcpstore.text import parse_json
 
 _SINGLE_FILE = "model.safetensors"
 _NUMBERED = re.compile(

@@ -25,9 +25,9 @@ import torch
 
 from dcpstore.convert.torch.pickle import PickledStructure
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.format.json_text import check_natural, parse_json
 from dcpstore.format.zip import TorchZipWriter, read_members
 from dcpstore.read.torch_file import PickledStorage, Storages, unpickle
+from dcpstore.text import check_natural, parse_json
 from dcpstore.torch_private import meta_storage, storage_identity
 
 LAYOUT_KEY = ".dcpstore.torch_save"
