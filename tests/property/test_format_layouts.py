@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpstore.format.checksum import BlockChecksummer, crc32c, find_bad_block, num_blocks
-from dcpstore.format.copying import copy_box_in, copy_bytes_out
+from dcpstore.format.payload import copy_box_in, copy_bytes_out
 from dcpstore.format.record import ParsedHead, parse_record_head, plan_record
 from dcpstore.format.zip import ALIGNMENT_BYTES
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcpstore.format import dtypes
-from dcpstore.format.copying import copy_box_in
+from dcpstore.format.payload import copy_box_in
 from dcpstore.format.record import (
     HEAD_BYTES,
     NeedMoreBytes,

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from dcpstore.errors import IncompatibleError
-from dcpstore.format.tensors import decode_opaque, encode_opaque, is_plain, to_plain
+from dcpstore.format.payload import is_plain, to_plain
+from dcpstore.format.tensors import decode_opaque, encode_opaque
 
 # Torch's own loader of quantized tensors touches its deprecated storages.
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcpstore.format.boxes import bands, is_one_run, span_of
 from dcpstore.format.manifest import StoredItem
+from dcpstore.format.payload import bands, is_one_run, span_of
 from dcpstore.read.plan import Request, join_pieces, plan_pieces
 from dcpstore.read.targets import Target
 from dcpstore.store.ranges import ByteRange, row_major_strides

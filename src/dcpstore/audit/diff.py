@@ -43,9 +43,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from dcpstore.config import ReadConfig
 from dcpstore.convert.dcp.source import Block, batches, read_batch
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.format.boxes import bands
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.manifest import StoredItem
+from dcpstore.format.payload import bands
 from dcpstore.format.tensors import encode_opaque
 from dcpstore.plan.rules import KeyRules
 from dcpstore.plan.values import ValueRecord

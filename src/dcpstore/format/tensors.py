@@ -1,4 +1,4 @@
-"""Which tensors are plain bytes, and how the others are saved as a whole."""
+"""Tensors that are more than a payload and saved as a whole, and the records that hold them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
-from dcpstore.format.dtypes import is_plain_dtype
 from dcpstore.format.opcodes import check_structure
+from dcpstore.format.payload import PLAIN_TYPES, is_plain, to_plain
 from dcpstore.format.zip import read_members
-from dcpstore.torch_private import wait_async_collective
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-# `nn.Buffer` is a marked `torch.Tensor`, so it needs no entry.
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether dtype, shape and row-major payload bytes say all that there is to save.
-
-    True for strided tensors and parameters on any device that holds data, with any
-    strides, conjugate and negative bits included. False for quantized, sparse, nested and
-    meta tensors, for subclasses, and for dtypes without a record; `encode_opaque` saves
-    those. Call `to_plain` first: an unfinished collective is not plain.
-    """
-    return (
-        type(tensor) in _PLAIN_TYPES
-        and tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and is_plain_dtype(tensor.dtype)
-    )
 
 
 _SPARSE = (
@@ -61,9 +38,9 @@ def unsaveable_reason(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
     if tensor.is_nested:
         return "a nested tensor, which DCP has no form for; save its components as a list"
-    if kind in _PLAIN_TYPES and (is_plain(tensor) or tensor.is_quantized):
+    if kind in PLAIN_TYPES and (is_plain(tensor) or tensor.is_quantized):
         return None
-    if kind in _PLAIN_TYPES and tensor.layout in _SPARSE:
+    if kind in PLAIN_TYPES and tensor.layout in _SPARSE:
         return None
     try:
         again = decode_opaque(encode_opaque(tensor))
@@ -95,20 +72,6 @@ def copy_opaque_in(source: torch.Tensor, target: torch.Tensor) -> None:
         elif target.layout == source.layout != torch.strided:
             target.resize_as_sparse_(source)
         target.copy_(source)
-
-
-def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor's storage was resized to nothing, as FSDP frees parameters."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
-def to_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's data: waited for, detached, unwrapped from its parameter.
-
-    Shares memory with ``tensor``. Waits for a pending functional collective, as the bytes
-    of its result do not exist before.
-    """
-    return wait_async_collective(tensor).detach()
 
 
 def _trimmed(tensor: torch.Tensor) -> torch.Tensor:

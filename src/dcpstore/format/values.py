@@ -44,9 +44,8 @@ import numpy as np
 import torch
 
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.format.copying import payload_bytes
 from dcpstore.format.dtypes import dtype_from_name, dtype_name
-from dcpstore.format.tensors import is_plain
+from dcpstore.format.payload import is_plain, payload_bytes
 
 MAX_DEPTH = 64
 """Of containers in each other, when encoding; a decoder allows what that may come to."""

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
-from dcpstore.format.tensors import is_plain, load_record, unsaveable_reason
+from dcpstore.format.payload import is_plain
+from dcpstore.format.tensors import load_record, unsaveable_reason
 from dcpstore.format.values import (
     UnsupportedValueError,
     check_value,

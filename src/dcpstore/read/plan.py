@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
 
-from dcpstore.format.boxes import Box, bands, is_one_run, span_of
-from dcpstore.format.copying import note_written, writable_payload
 from dcpstore.format.dtypes import dtype_from_name, item_bytes
+from dcpstore.format.payload import Box, bands, is_one_run, note_written, span_of, writable_payload
 from dcpstore.read.targets import Piece, Target, check_inside, part_of_target
 from dcpstore.store.base import Destination
 from dcpstore.store.ranges import ByteRange, cut, group, round_out, row_major_strides

@@ -26,12 +26,18 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
-from dcpstore.format.boxes import num_elements, spacing
-from dcpstore.format.copying import copy_box_in, set_payload
 from dcpstore.format.dtypes import dtype_from_name, dtype_name, item_bytes
 from dcpstore.format.manifest import StoredItem
+from dcpstore.format.payload import (
+    copy_box_in,
+    is_freed,
+    is_plain,
+    num_elements,
+    set_payload,
+    spacing,
+)
 from dcpstore.format.record import HEAD_BYTES, HeadAnswer, NeedMoreBytes, parse_record_head
-from dcpstore.format.tensors import copy_opaque_in, decode_opaque, is_freed, is_plain
+from dcpstore.format.tensors import copy_opaque_in, decode_opaque
 from dcpstore.plan.coverage import refuse_lacks
 from dcpstore.store.base import Store
 from dcpstore.store.ranges import ByteRange, row_major_strides

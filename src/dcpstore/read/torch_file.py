@@ -43,9 +43,9 @@ import torch
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConflictError, CorruptError, IncompatibleError, NotFoundError
-from dcpstore.format.copying import copy_box_in
 from dcpstore.format.dtypes import is_plain_dtype
 from dcpstore.format.opcodes import BadPickleError, check_structure
+from dcpstore.format.payload import copy_box_in
 from dcpstore.format.zip import Member, contents_offset, read_archive
 from dcpstore.store import ObjectInfo, Store, open_store
 from dcpstore.store.folder import Folder, file_location

@@ -106,10 +106,9 @@ from torch.futures import Future as TorchFuture
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError, IncompatibleError
-from dcpstore.format.boxes import num_elements
-from dcpstore.format.copying import copy_box_in
 from dcpstore.format.dtypes import dtype_from_name, dtype_name, item_bytes
 from dcpstore.format.manifest import StoredItem
+from dcpstore.format.payload import copy_box_in, num_elements
 from dcpstore.format.zip import Member, ReadAt, contents_offset
 from dcpstore.ranks import Pending, RankGroup, SingleGroup, steps
 from dcpstore.ranks.agreement import Ranks, join_ranks, plain_cause_of_one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -101,3 +101,10 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(stride)
         stride *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether an array is dense and row-major; the strides of dimensions of 1 do not count."""
+    wanted = row_major_strides(tuple(shape))
+    rows = zip(shape, strides, wanted, strict=True)
+    return 0 in shape or all(size == 1 or has == want for size, has, want in rows)

@@ -22,11 +22,11 @@ from dcpstore.config import WriteConfig
 from dcpstore.errors import ConfigError, IncompatibleError
 from dcpstore.format import keys
 from dcpstore.format.checksum import BlockChecksummer
-from dcpstore.format.copying import copy_bytes_out, payload_bytes
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.manifest import DataObject, ItemKind, StoredItem
+from dcpstore.format.payload import copy_bytes_out, is_freed, is_plain, payload_bytes, to_plain
 from dcpstore.format.record import plan_record
-from dcpstore.format.tensors import encode_opaque, is_freed, is_plain, to_plain
+from dcpstore.format.tensors import encode_opaque
 from dcpstore.plan.values import ValueRecord, refused_names
 from dcpstore.report import Meter
 from dcpstore.store.base import Store

@@ -36,8 +36,8 @@ from typing_extensions import Buffer
 from dcpstore.config import WriteConfig
 from dcpstore.errors import CorruptError
 from dcpstore.format.checksum import BlockChecksummer
-from dcpstore.format.copying import copy_bytes_out, host_payload
 from dcpstore.format.manifest import DataObject
+from dcpstore.format.payload import copy_bytes_out, host_payload
 from dcpstore.report import Meter
 from dcpstore.store.base import Capabilities, ObjectInfo, Part, joined
 from dcpstore.store.budget import Bytes, Cancelled

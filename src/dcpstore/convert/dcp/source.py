@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcpstore.config import ReadConfig
-from dcpstore.format.boxes import bands
+from dcpstore.format.payload import bands
 from dcpstore.plan.values import ValueRecord
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import BoxRead, Checkpoint

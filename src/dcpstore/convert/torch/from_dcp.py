@@ -65,9 +65,9 @@ from dcpstore.convert.torch.pickle import (
     rearrange,
 )
 from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
-from dcpstore.format.copying import as_bytes
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.keys import METADATA_KEY, save_id_of
+from dcpstore.format.payload import as_bytes
 from dcpstore.format.tensors import load_record
 from dcpstore.format.zip import TorchZipWriter, overhead_bytes
 from dcpstore.plan.rules import Rename

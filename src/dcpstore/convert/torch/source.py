@@ -23,8 +23,7 @@ import torch
 from typing_extensions import Self
 
 from dcpstore.errors import CorruptError
-from dcpstore.format.boxes import bands
-from dcpstore.format.copying import copy_box_in
+from dcpstore.format.payload import bands, copy_box_in
 from dcpstore.format.zip import append_crc32
 from dcpstore.read.pump import Call, Pump
 from dcpstore.read.torch_file import TensorPlace, TorchFile

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcpstore.format import dtypes
-from dcpstore.format.copying import as_bytes, copy_box_in, copy_bytes_out
+from dcpstore.format.payload import as_bytes, copy_box_in, copy_bytes_out
 
 NAMES = [n for n, row in dtypes.DTYPES.items() if row.is_plain and hasattr(torch, n)]
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -1,7 +1,17 @@
-"""Copies between tensors and payload bytes, one copy per byte and no large temporary.
+"""The payload of a plain tensor: its elements in row-major order, as bytes.
 
-A payload is a tensor's elements in row-major order. Out of a tensor, any run of it is
-copied without making the tensor contiguous first, as bands over the outer dimensions::
+A chunk of a tensor is stored as its payload. A box of it (``offsets``, ``sizes``) is a set of
+runs of consecutive bytes; `bands` cuts the box into sub-boxes whose runs lie close together,
+each small enough for one request::
+
+    chunk 4 x 8, box [1:4, 2:5]        bytes of the chunk, row by row
+    . . . . . . . .                    ................
+    . . # # # . . .                    ..###.....###.....###...
+    . . # # # . . .                      |-- span of the box --|
+    . . # # # . . .
+
+Copies touch each byte once and make no large temporary. Out of a tensor, any run of its payload
+is copied without making the tensor contiguous first, as bands over the outer dimensions::
 
     shape (4, 6), elements [4, 19)      row 0  ....####   a part of a row
                                         row 1  ########   whole rows: one copy_
@@ -17,21 +27,198 @@ disjoint targets.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
+from dcpstore.format.dtypes import is_plain_dtype
+from dcpstore.store.ranges import ByteRange, is_row_major, row_major_strides
+from dcpstore.torch_private import wait_async_collective
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
 _SCRATCH_BYTES = 1 << 20
+
+# `nn.Buffer` is a marked `torch.Tensor`, so it needs no entry.
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether dtype, shape and row-major payload bytes say all that there is to save.
+
+    True for strided tensors and parameters on any device that holds data, with any
+    strides, conjugate and negative bits included. False for quantized, sparse, nested and
+    meta tensors, for subclasses, and for dtypes without a record; `dcpstore.format.tensors`
+    saves those. Call `to_plain` first: an unfinished collective is not plain.
+    """
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and is_plain_dtype(tensor.dtype)
+    )
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's storage was resized to nothing, as FSDP frees parameters."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def to_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's data: waited for, detached, unwrapped from its parameter.
+
+    Shares memory with ``tensor``. Waits for a pending functional collective, as the bytes
+    of its result do not exist before.
+    """
+    return wait_async_collective(tensor).detach()
+
+
+# --- boxes of a chunk ---------------------------------------------------------------
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""First element of a box in each dimension of its chunk, and its sizes."""
+
+
+def is_one_run(chunk_sizes: Sequence[int], box_sizes: Sequence[int]) -> bool:
+    """Tell whether a box is one run of consecutive elements of its chunk."""
+    ragged = False  # seen, from the inside out, a dimension that the box does not fill
+    for chunk_size, box_size in zip(reversed(chunk_sizes), reversed(box_sizes), strict=True):
+        if ragged and box_size > 1:
+            return False
+        ragged = ragged or box_size != chunk_size
+    return True
+
+
+def span_of(
+    strides: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], item_bytes: int
+) -> ByteRange:
+    """Return the bytes from the first to the last element of a non-empty box."""
+    first = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    return ByteRange(first * item_bytes, (last + 1) * item_bytes)
+
+
+def spacing(
+    chunk_sizes: Sequence[int], box_sizes: Sequence[int], item_bytes: int
+) -> tuple[int, int] | None:
+    """Return how many bytes of a box's span are its own every how many; the same if all are.
+
+    Returns:
+        None if its runs do not all lie equally far apart.
+    """
+    levels = [(1, 1)]  # from the inside out: so many, so far apart, in elements
+    strides = row_major_strides(tuple(chunk_sizes))
+    for size, stride in zip(reversed(box_sizes), reversed(strides), strict=True):
+        count, step = levels[-1]
+        if size > 1 and stride == count * step:
+            levels[-1] = (count * size, step)
+        elif size > 1:
+            levels.append((size, stride))
+    if len(levels) > 2:
+        return None
+    run = levels[0][0]
+    return run * item_bytes, (levels[1][1] if len(levels) == 2 else run) * item_bytes
+
+
+def bands(
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    item_bytes: int,
+    *,
+    max_bytes: int,
+    max_gap_bytes: int = sys.maxsize,
+) -> Iterator[Box]:
+    """Cut a box into sub-boxes that neither have nor span more than ``max_bytes``.
+
+    They are cut along the dimension of the longest step, so that few bytes span each. Holes of
+    more than ``max_gap_bytes`` between two elements are never spanned. A single element larger
+    than ``max_bytes`` is its own sub-box. An empty box yields nothing.
+
+    Args:
+        strides: Of the chunk, in elements; they need not be row-major.
+        offsets: First element of the box in each dimension.
+        sizes: Elements of the box in each dimension.
+        item_bytes: Bytes per element.
+        max_bytes: No sub-box has or spans more.
+        max_gap_bytes: Widest hole to span.
+    """
+    if 0 in sizes:
+        return
+    offsets, sizes = tuple(offsets), tuple(sizes)
+    axes = [axis for axis, size in enumerate(sizes) if size > 1]
+    axis = max(axes, key=lambda one: (strides[one], sizes[one]), default=None)
+    if axis is None:
+        yield offsets, sizes
+        return
+    row = _replace(sizes, axis, 1)
+    rows_per_band = 0  # every row on its own, cut further within
+    if not _has_wider_gap(strides, sizes, item_bytes, max_gap_bytes):
+        rows_per_band = _rows_that_fit(
+            span_of(strides, offsets, row, item_bytes).num_bytes,
+            num_elements(row) * item_bytes,
+            strides[axis] * item_bytes,
+            max_bytes,
+        )
+    if rows_per_band >= sizes[axis]:
+        yield offsets, sizes
+        return
+    count = max(rows_per_band, 1)
+    for first in range(0, sizes[axis], count):
+        part = _replace(sizes, axis, min(count, sizes[axis] - first))
+        at = _replace(offsets, axis, offsets[axis] + first)
+        if rows_per_band:
+            yield at, part
+        else:
+            yield from bands(
+                strides, at, part, item_bytes, max_bytes=max_bytes, max_gap_bytes=max_gap_bytes
+            )
+
+
+def _rows_that_fit(spanned_bytes: int, row_bytes: int, step_bytes: int, max_bytes: int) -> int:
+    """Return how many rows neither span nor have more than ``max_bytes``; 0 if not even one."""
+    if max(spanned_bytes, row_bytes) > max_bytes:
+        return 0
+    fitting = max_bytes // row_bytes
+    if step_bytes:
+        fitting = min(fitting, 1 + (max_bytes - spanned_bytes) // step_bytes)
+    return fitting
+
+
+def _has_wider_gap(
+    strides: Sequence[int], sizes: Sequence[int], item_bytes: int, max_gap_bytes: int
+) -> bool:
+    """Tell whether a hole between two elements of a box is wider than allowed."""
+    inner_elements = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1 and (stride - inner_elements) * item_bytes > max_gap_bytes:
+            return True
+        inner_elements += (size - 1) * stride
+    return False
+
+
+def _replace(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def num_elements(sizes: Sequence[int]) -> int:
+    """Return the number of elements of a box; 1 for a 0-d one."""
+    return math.prod(sizes)
+
+
+# --- a tensor's own memory ---------------------------------------------------------
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,7 +363,7 @@ def copy_bytes_out(
     """Copy payload bytes ``[start, end)`` of a tensor into ``out``.
 
     Args:
-        tensor: Plain tensor (see `dcpstore.format.tensors.to_plain`), any strides and device.
+        tensor: Plain tensor (see `to_plain`), any strides and device.
             A non-contiguous run on another device is gathered there first: a temporary of
             at most ``end - start`` bytes of device memory.
         start: First payload byte; a multiple of the element size.
@@ -321,7 +508,7 @@ def copy_box_in(
         raise ValueError(f"the target has shape {tuple(target.shape)}, the box {tuple(box_sizes)}")
     if not target.numel():
         return
-    low, high = _span(dtype, chunk_strides, box_offsets, box_sizes)
+    low, high = span_of(chunk_strides, box_offsets, box_sizes, dtype.itemsize)
     held = np.frombuffer(memoryview(source), dtype=np.uint8)
     if low < source_start or high > source_start + held.size:
         raise ValueError(
@@ -330,7 +517,7 @@ def copy_box_in(
         )
     held = held[low - source_start : high - source_start]
     is_exact = target.dtype == dtype and not target.is_conj() and not target.is_neg()
-    is_flat = is_exact and target.is_contiguous() and _is_row_major(box_sizes, chunk_strides)
+    is_flat = is_exact and target.is_contiguous() and is_row_major(box_sizes, chunk_strides)
     if is_flat and target.device.type == "cpu":
         _copy_on_host(held, as_bytes(target))
         return
@@ -340,27 +527,6 @@ def copy_box_in(
             as_bytes(target).copy_(data)
         else:
             _copy_strided_in(data, dtype, chunk_strides, target, is_exact=is_exact)
-
-
-def _span(
-    dtype: torch.dtype,
-    strides: Sequence[int],
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-) -> tuple[int, int]:
-    """Return the payload bytes from the box's first element to the end of its last."""
-    first = sum(o * s for o, s in zip(offsets, strides, strict=True))
-    last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-    return first * dtype.itemsize, (last + 1) * dtype.itemsize
-
-
-def _is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _copy_strided_in(
