@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ from dcpstore.plan import LoadPlanner, SavePlanner
 from dcpstore.ranks import RankGroup, open_group
 from dcpstore.store import Store, open_store
 from faults.places import SMALL
+from passing_on import PassesOn
 
+P = TypeVar("P")
 Kind = Literal["error", "unpicklable", "interrupt", "denied", "hang", "killed"]
 NUM_RANKS = 4
 SAVE_PHASES = ("state", "local plan", "global plan", "finish plan", "resolve", "upload", "finish")
@@ -91,16 +93,12 @@ class Bomb:
             self.release.wait(100)
 
 
-class BombStore:
+class BombStore(PassesOn):
     """A store that asks a bomb before each request."""
 
     def __init__(self, inner: Store, bomb: Bomb, rank: int) -> None:
-        self._inner = inner
-        self._bomb = bomb
-        self._rank = rank
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        super().__init__(inner)
+        self._bomb, self._rank = bomb, rank
 
     def put(self, key: str, data: Any, **options: Any) -> Any:
         if key.endswith(".distcp"):
@@ -120,52 +118,40 @@ class BombStore:
         return self._inner.get_range(key, start, end)
 
 
-class BombSavePlanner(SavePlanner):
-    """Ours, with a bomb in each method."""
+def bomb_planner(planner: type[P], phases: Mapping[str, str], bomb: Bomb, rank: int) -> P:
+    """Make a planner of ours that asks a bomb before some of its methods.
 
-    def __init__(self, bomb: Bomb, rank: int) -> None:
-        super().__init__()
-        self._at = lambda phase: bomb.at(phase, rank)
+    Args:
+        planner: Its class.
+        phases: What the bomb is asked, by the method's name.
+        bomb: Fails in one of them.
+        rank: Of the planner.
+    """
 
-    def create_local_plan(self) -> Any:
-        self._at("local plan")
-        return super().create_local_plan()
+    def asking(method: str, phase: str) -> Callable[..., Any]:
+        def ask_and_call(self: Any, *args: Any) -> Any:
+            bomb.at(phase, rank)
+            return getattr(planner, method)(self, *args)
 
-    def create_global_plan(self, all_plans: Any) -> Any:
-        self._at("global plan")
-        return super().create_global_plan(all_plans)
+        return ask_and_call
 
-    def finish_plan(self, new_plan: Any) -> Any:
-        self._at("finish plan")
-        return super().finish_plan(new_plan)
-
-    def resolve_data(self, write_item: Any) -> Any:
-        self._at("resolve")
-        return super().resolve_data(write_item)
+    methods = {method: asking(method, phase) for method, phase in phases.items()}
+    made: P = type(f"Bomb{planner.__name__}", (planner,), methods)()
+    return made
 
 
-class BombLoadPlanner(LoadPlanner):
-    """Ours, with a bomb in each method."""
-
-    def __init__(self, bomb: Bomb, rank: int) -> None:
-        super().__init__()
-        self._at = lambda phase: bomb.at(phase, rank)
-
-    def create_local_plan(self) -> Any:
-        self._at("load plan")
-        return super().create_local_plan()
-
-    def create_global_plan(self, global_plan: Any) -> Any:
-        self._at("global load plan")
-        return super().create_global_plan(global_plan)
-
-    def finish_plan(self, central_plan: Any) -> Any:
-        self._at("finish load plan")
-        return super().finish_plan(central_plan)
-
-    def resolve_tensor(self, read_item: Any) -> Any:
-        self._at("check targets")
-        return super().resolve_tensor(read_item)
+SAVE_BOMBS = {
+    "create_local_plan": "local plan",
+    "create_global_plan": "global plan",
+    "finish_plan": "finish plan",
+    "resolve_data": "resolve",
+}
+LOAD_BOMBS = {
+    "create_local_plan": "load plan",
+    "create_global_plan": "global load plan",
+    "finish_plan": "finish load plan",
+    "resolve_tensor": "check targets",
+}
 
 
 class BombState:
@@ -185,15 +171,12 @@ class BombState:
         self.value = state["value"]
 
 
-class BombGroup:
+class BombGroup(PassesOn):
     """A group that asks a bomb before it receives bytes of another rank."""
 
     def __init__(self, inner: RankGroup, bomb: Bomb) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._bomb = bomb
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def post_receive(self, into: Any, source: int) -> Any:
         self._bomb.at("share", self._inner.rank)
@@ -255,7 +238,7 @@ class Job:
             storage_writer=ObjectStoreWriter(
                 self.url, overwrite=True, config=WRITE, store_opener=self._open
             ),
-            planner=BombSavePlanner(self.bomb, self.rank),
+            planner=bomb_planner(SavePlanner, SAVE_BOMBS, self.bomb, self.rank),
             process_group=self.group,
             **self.options,
         )
@@ -267,7 +250,7 @@ class Job:
         result = dcpstore.load(
             state,
             storage_reader=ObjectStoreReader(self.url, config=READ, store_opener=self._open),
-            planner=BombLoadPlanner(self.bomb, self.rank),
+            planner=bomb_planner(LoadPlanner, LOAD_BOMBS, self.bomb, self.rank),
             process_group=self.group,
             share="never" if never else "always",
             **self.options,

@@ -29,19 +29,17 @@ from faults.ranks import (
     write_on_ranks,
 )
 from faults.states import failing, loaded_step, save, state_at
+from passing_on import PassesOn
 
 both_layouts = pytest.mark.parametrize("layout", [HERE, APART], ids=["here", "apart"])
 
 
-class Hooked:
+class Hooked(PassesOn):
     """A store that calls a hook before every put of the metadata."""
 
     def __init__(self, inner: Any, hook: Any) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._hook = hook
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def put(self, key: str, data: Any, *, mode: Any = "overwrite") -> Any:
         if key == ".metadata":

@@ -28,6 +28,7 @@ from dcpstore.ranks import RankGroup
 from dcpstore.store import Store, open_store
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault, StoreRequest
 from dcpstore.testing.ranks import RankRun, run_ranks
+from passing_on import PassesOn
 
 Offsets = tuple[int, ...]
 StateMaker = Callable[[int, int], dict[str, Any]]
@@ -162,15 +163,12 @@ def assert_state(state: dict[str, Any], rank: int, size: int, variant: int = 0) 
     assert (state["step"], state["groups"]) == (expected["step"], expected["groups"])
 
 
-class CountingGroup:
+class CountingGroup(PassesOn):
     """A group that notes the bytes which its rank sends to the coordinator, per step."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._group = group
+        super().__init__(group)
         self.sent_bytes: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
 
     def exchange(self, step: str, dump_own: Callable[[], bytes], *rest: Any, **options: Any) -> Any:
         def dump() -> bytes:
@@ -178,7 +176,7 @@ class CountingGroup:
             self.sent_bytes[step] += len(blob)
             return blob
 
-        return self._group.exchange(step, dump, *rest, **options)
+        return self._inner.exchange(step, dump, *rest, **options)
 
 
 class Shelf:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -469,28 +470,30 @@ def two(model: Net) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     )
 
 
-def test_two_optimizers_of_one_model_are_saved_and_restored_together(tmp_path) -> None:
+def saved_by_two(path: Path) -> tuple[Net, tuple[torch.optim.Optimizer, ...], Any]:
+    """A model whose two optimizers took three steps, and where they are saved."""
     model = net()
-    first, last = two(model)
-    train(model, first, last, steps=range(3))
-    url = save(tmp_path / "c", model, first, last)
+    both = two(model)
+    train(model, *both, steps=range(3))
+    return model, both, save(path, model, *both)
+
+
+def test_two_optimizers_of_one_model_are_saved_and_restored_together(tmp_path) -> None:
+    model, both, url = saved_by_two(tmp_path / "c")
     fresh = twin(model)
     into = two(fresh)
     result = dcpstore.restore_optimizer(fresh, into, url)
     assert not result.missing
     assert not result.unexpected
     for step in range(3, 8):
-        train(model, first, last, steps=range(step, step + 1))
+        train(model, *both, steps=range(step, step + 1))
         train(fresh, *into, steps=range(step, step + 1))
     for got, want in zip(fresh.parameters(), model.parameters(), strict=True):
         assert torch.equal(got, want)
 
 
 def test_one_of_two_optimizers_is_restored_alone(tmp_path) -> None:
-    model = net()
-    first, last = two(model)
-    train(model, first, last, steps=range(3))
-    url = save(tmp_path / "c", model, first, last)
+    model, (_, last), url = saved_by_two(tmp_path / "c")
     fresh = twin(model)
     _, into = two(fresh)
     result = dcpstore.restore_optimizer(fresh, into, url)

@@ -22,6 +22,7 @@ from benchmarks.want import Place, Want
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConfig
 from dcpstore.store import Store, open_store
 from dcpstore.testing import RecordingStore
+from passing_on import PassesOn
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -147,16 +148,13 @@ def test_every_row_of_one_process_over_the_cloud_is_counted_here() -> None:
 # --- copies -------------------------------------------------------------------------------
 
 
-class LendingWatch:
+class LendingWatch(PassesOn):
     """A store that looks where the bytes of an upload lie: in the state, or in a copy of it."""
 
     def __init__(self, inner: Store, state: dict[str, torch.Tensor]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in state.values()]
         self.lent_bytes = self.copied_bytes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def put_parts(self, key: str, parts: Iterable[Any], **sizes: int) -> str | None:
         return self._inner.put_parts(key, self._watched(parts), **sizes)
@@ -183,14 +181,8 @@ def test_a_save_copies_of_large_tensors_only_ends_that_a_part_cuts_off() -> None
     assert 0 < watch.copied_bytes <= 2048 * len(state) + (1 << 16)  # and headers, trailers
 
 
-class TracedAnswers:
+class TracedAnswers(PassesOn):
     """A store whose answers are Python's own bytes, which tracemalloc sees."""
-
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def get_range(self, key: str, start: int, end: int) -> memoryview:
         return memoryview(bytes(self._inner.get_range(key, start, end)))
