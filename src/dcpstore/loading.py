@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -104,41 +104,33 @@ def load(
     with joining as group:
         options = {"storage_options": storage_options, "config": config}
         reader = choose_storage("load", url, storage_reader, ObjectStoreReader, options)
-        job = _LoadJob(group, reader, planner or LoadPlanner(strict=strict), share)
-        showing = show_progress("load", progress, is_coordinator=group.is_coordinator)
-        with showing as meter:
-            return job.run(make_state, meter)
+        with show_progress("load", progress, is_coordinator=group.is_coordinator) as meter:
+            job = _LoadJob(group, reader, planner or LoadPlanner(strict=strict), share, meter)
+            return job.run(make_state)
 
 
+@dataclass(slots=True)
 class _LoadJob:
     """One rank's way through a load."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        reader: StorageReader,
-        planner: DcpLoadPlanner,
-        policy: SharePolicy,
-    ) -> None:
-        self._group = group
-        self._reader = reader
-        self._planner = planner
-        self._policy = policy
-        self._phases = Phases()
-        self._meter = Meter("load")
-        self._sharing = "not shared: the reader is not dcpstore's"
-        self._is_plan_cached = False
-        self._target: MutableMapping[str, Any] = {}
-        self._state: dict[str, Any] = {}
-        self._metadata: Metadata
-        self._planned: set[str] = set()
+    _group: RankGroup
+    _reader: StorageReader
+    _planner: DcpLoadPlanner
+    _policy: SharePolicy
+    _meter: Meter
+    _phases: Phases = field(default_factory=Phases)
+    _sharing: str = "not shared: the reader is not dcpstore's"
+    _is_plan_cached: bool = False
+    _target: MutableMapping[str, Any] = field(default_factory=dict)
+    _state: dict[str, Any] = field(default_factory=dict)
+    _planned: set[str] = field(default_factory=set)
+    _metadata: Metadata = field(init=False)
 
     @property
     def _url(self) -> str:
         return str(getattr(self._reader, "checkpoint_id", ""))
 
-    def run(self, make_state: StateMaker, meter: Meter) -> LoadResult:
-        self._meter = meter
+    def run(self, make_state: StateMaker) -> LoadResult:
         with self._phases.phase("metadata"):
             found, is_global = self._read_metadata()
         with self._phases.phase("plan"):

@@ -17,6 +17,7 @@ from dcpstore.convert.dcp.mirror import (
     MirrorOfOurs,
     MirrorOfStock,
     ObjectCheck,
+    Transfer,
     mirror,
     pass_through,
 )
@@ -218,16 +219,9 @@ def test_a_cut_source_is_named_and_nothing_is_sealed(tmp_path, state) -> None:
 
 
 def copy_by(how: Any, checkpoint: dcpstore.Checkpoint, target: Store, *, verify: bool) -> None:
-    mirror(
-        SingleGroup(10),
-        how,
-        checkpoint.store,
-        target,
-        shares=share_budget(32 * MIB),
-        meter=Meter("copy"),
-        overwrite=False,
-        verify=verify,
-    )
+    shares = share_budget(32 * MIB)
+    transfer = Transfer(checkpoint.store, target, shares, Meter("copy"), False, verify)
+    mirror(SingleGroup(10), how, transfer)
 
 
 @pytest.mark.parametrize("writer", ["ours", "stock"])

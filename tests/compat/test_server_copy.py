@@ -180,12 +180,14 @@ def mirror_into(target, source_url, options, *, verify=True, source=None):
         return mirror(
             SingleGroup(10),
             how,
-            source or checkpoint.store,
-            target,
-            shares=share_budget(32 * MIB),
-            meter=Meter("copy"),
-            overwrite=False,
-            verify=verify,
+            Transfer(
+                source or checkpoint.store,
+                target,
+                share_budget(32 * MIB),
+                Meter("copy"),
+                False,
+                verify,
+            ),
         )
 
 

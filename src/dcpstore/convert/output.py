@@ -1,7 +1,7 @@
 """Files under their final names: written front to back in bounded memory, whole or not at all.
 
 1. `file_location` splits the URL of a file into the folder that a `Store` is opened on, and a key
-2. `Outputs.check_absent`: before anything is read, find out whether a file is in the way
+2. `reject_existing`: before anything is read, find out whether a file is in the way
 3. `Outputs.write`: the caller writes bytes and tensors; full parts upload meanwhile
 4. the object appears when its last part is in: one put, or the completion of a multipart upload
 
@@ -133,16 +133,6 @@ class Outputs:
         """Memory that the parts took."""
         return self._uploads.peak_bytes
 
-    def check_absent(self, keys: Iterable[str]) -> None:
-        """Look whether files are in the way, one HEAD each. Nothing is asked if they may be.
-
-        Raises:
-            AlreadyExistsError: Naming the first that exists.
-        """
-        if not self._overwrite:
-            for key in keys:
-                reject_existing(self._store, key)
-
     @contextmanager
     def write(self, key: str) -> Iterator[ObjectStream]:
         """Write one file, front to back; it is complete when the block ends without an error.
@@ -161,6 +151,17 @@ class Outputs:
         if not self._overwrite:
             doomed = self._publisher.published
             sweep(self._store, doomed, Proof.NOT_BEGUN, why="this failed conversion")
+
+
+def put_file(store: Store, key: str, data: bytes, *, overwrite: bool = False) -> None:
+    """Write one small file; see `Outputs`."""
+    with (
+        Outputs(
+            store, budget_bytes=MIN_OUTPUT_BYTES, largest_bytes=len(data), overwrite=overwrite
+        ) as outputs,
+        outputs.write(key) as stream,
+    ):
+        stream.write(data)
 
 
 class _Publisher:
@@ -277,9 +278,9 @@ class Shares:
     block_bytes: int
     output_bytes: int
 
-    def read_config(self, config: ReadConfig | None = None) -> ReadConfig:
+    def read_config(self) -> ReadConfig:
         """Return how to read within the share; every cast is allowed, being asked for."""
-        config = config or ReadConfig()
+        config = ReadConfig()
         return replace(
             config,
             budget_bytes=self.read_bytes,
@@ -287,9 +288,9 @@ class Shares:
             casts="any",
         )
 
-    def write_config(self, object_bytes: int, config: WriteConfig | None = None) -> WriteConfig:
+    def write_config(self, object_bytes: int) -> WriteConfig:
         """Return how to write checkpoints within the share."""
-        config = config or WriteConfig()
+        config = WriteConfig()
         largest_bytes = max(object_bytes, self.block_bytes)
         # The strictest limits: the store is not open yet.
         part_bytes = part_bytes_for(2 * largest_bytes, self.output_bytes, limits_of("s3"))

@@ -132,14 +132,7 @@ def select(
     rename: Rename | None = None,
     dtype: DtypeRule = None,
 ) -> Selection:
-    """Check and keep what a converter's caller chose.
-
-    Args:
-        keys: Patterns of source keys to convert (``fnmatch``); all if empty.
-        exclude: Patterns of source keys to leave out; stronger than ``keys``.
-        rename: From the source's key to the target's: a map of keys and of prefixes that
-            end with ``.``, or a function.
-        dtype: For all tensors of its kind, or one per pattern.
+    """Check and keep what a converter's caller chose; see `dcpstore.convert` for the arguments.
 
     Raises:
         ConfigError: If an argument is of a wrong type.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcpstore.optimizer.companions import optimizer_state, restore_optimizer
+from dcpstore.optimizer.restoring import optimizer_state, restore_optimizer
 from dcpstore.optimizer.sharded import LoadedOptimizerState, load_sharded_optimizer_state_dict
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an optimizer, and whose state each entry is.
+"""What a checkpoint holds of an optimizer, whose state each entry is, and memory to load it into.
 
 DCP stores an optimizer's state dict under flattened keys, and the path that each had::
 
@@ -11,11 +11,9 @@ numbers (``Optimizer.state_dict``), and flattened (``flatten_optimizer_state_dic
     optimizer.state.0.exp_avg             ("optimizer", "state", "0", "exp_avg")
     optimizer.state.up.weight.exp_avg     ("optimizer", "state.up.weight.exp_avg")
 
-Memory for optimizer state, in the layout that the model has now.
-
-State of its parameter's shape is laid out as the parameter is: a DTensor on the same mesh with
-the same placements, a ShardedTensor with the same shards, or a plain tensor. Only what this
-rank holds is allocated.
+State gets memory in the layout that the model has now. State of its parameter's shape is laid
+out as the parameter is: a DTensor on the same mesh with the same placements, a ShardedTensor with
+the same shards, or a plain tensor. Only what this rank holds is allocated.
 
 FSDP1 over tensor parallelism with ShardedTensors is special. There a parameter is a
 ShardedTensor of ShardedTensors, and the optimizer takes the inner one alone::
@@ -26,8 +24,6 @@ ShardedTensor of ShardedTensors, and the optimizer takes the inner one alone::
 
 State of another shape (a value per row, say) is sharded with its parameter along each dimension
 that has the parameter's size there, and replicated along the others.
-
-Which tensor of the model a saved state belongs to.
 """
 
 from __future__ import annotations
@@ -71,6 +67,7 @@ class Entry:
     Attributes:
         fqn: Its key in the checkpoint.
         path: Where it was in the nested state dict.
+        below: The same, below the optimizer's key.
         owner: Parameter whose state it is, as saved; None for what belongs to no parameter.
         name: Of the state or hyperparameter: ``exp_avg``, ``lr``.
         is_in_group: Whether it is part of ``param_groups``.
@@ -79,6 +76,7 @@ class Entry:
 
     fqn: str
     path: Path
+    below: Path
     owner: str | None
     name: str
     is_in_group: bool
@@ -93,6 +91,23 @@ class Entry:
     def is_numbered(self) -> bool:
         """Whether the owner may be the number of a parameter."""
         return self.owner is not None and self.owner.isdecimal() and len(self.path) > 2
+
+
+def listed(names: Iterable[object], num_shown: int = 8) -> str:
+    """Join names for a message, the first few of them."""
+    texts = [repr(name) for name in names]
+    more = f" and {len(texts) - num_shown} more" if len(texts) > num_shown else ""
+    return ", ".join(texts[:num_shown]) + more
+
+
+def other_shapes(problems: Sequence[str]) -> IncompatibleError:
+    """Return the error of a model that has other shapes, with a line per problem."""
+    more = [f"and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
+    lines = "\n  ".join([*problems[:_MOST_NAMED], *more])
+    return IncompatibleError(
+        f"the optimizer was saved for a model of other shapes; nothing was loaded:\n  {lines}\n"
+        "Build the model as it was when it was saved, or begin with a new optimizer"
+    )
 
 
 def paths_of(metadata: Metadata) -> Mapping[str, Path]:
@@ -155,7 +170,7 @@ def _entry(
         name = str(rest[2]) if len(rest) > 2 else ""
     elif len(rest) > 2 and rest[0] == _STATE:
         owner, name = str(rest[1]), str(rest[2])
-    return Entry(fqn, path, None if is_in_group else owner, name, is_in_group, saved)
+    return Entry(fqn, path, rest, None if is_in_group else owner, name, is_in_group, saved)
 
 
 def _split(text: str, parameters: Collection[str]) -> tuple[str, str]:
@@ -172,13 +187,13 @@ def _split(text: str, parameters: Collection[str]) -> tuple[str, str]:
 def _no_optimizer(key: str, paths: Mapping[str, Path], *, has_entries: bool) -> str:
     present = _optimizers(paths.values())
     if present:
-        what = f"has no optimizer under {key!r}; it has {_names(present)}"
+        what = f"has no optimizer under {key!r}; it has {listed(present, _MOST_NAMED)}"
         return f"the checkpoint {what}. Pass that as the key"
     tops = sorted({str(path[0]) for path in paths.values()})
     also = f" ({key!r} is there, but is none)" if has_entries else ""
     return (
-        f"the checkpoint has no optimizer{also}; its keys begin with {_names(tops)}. Save it with"
-        " the model, such as dcpstore.save({'model': ..., 'optimizer': ...}, url)"
+        f"the checkpoint has no optimizer{also}; its keys begin with {listed(tops, _MOST_NAMED)}."
+        " Save it with the model, such as dcpstore.save({'model': ..., 'optimizer': ...}, url)"
     )
 
 
@@ -192,12 +207,6 @@ def _optimizers(paths: Iterable[Path]) -> list[str]:
                 found.add(".".join(map(str, [*path[:at], *([before[:-1]] if before else [])])))
                 break
     return sorted(found)
-
-
-def _names(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:_MOST_NAMED]))
-    more = len(names) - _MOST_NAMED
-    return shown + (f" and {more} more" if more > 0 else "")
 
 
 _CPU = torch.device("cpu")
@@ -451,7 +460,7 @@ class Parameters:
         if named and self.tensors and not found:
             raise IncompatibleError(
                 "the optimizer was saved for another model: it has state for"
-                f" {_some(named)}, and the model's state dict has {_some(self.tensors)}."
+                f" {listed(named, 3)}, and the model's state dict has {listed(self.tensors, 3)}."
                 " Nothing was loaded"
             )
         return found
@@ -491,9 +500,3 @@ class Parameters:
 
 def _plain(name: str) -> str:
     return ".".join(step for step in name.split(".") if step not in _WRAPPERS)
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return ", ".join(map(repr, listed[:3])) + more

@@ -1,17 +1,13 @@
-"""What state an optimizer makes: one step of a shadow of it, on parameters without memory.
-
-Most optimizers make their state in their first step. To learn its names, shapes, dtypes and
-layouts without a training step, a shadow steps: the optimizer's class and settings, over
-parameters on the meta device (DTensors keep their mesh and placements). The real parameters,
-gradients, state, hooks and counters are not touched.
-
-The optimizers of a job as they are now: parameters by name, groups, state.
+"""The optimizers of a job as they are now: parameters by name, groups, state, and what is to come.
 
 Torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` know how to name the
 parameters of every layout. But they take a training step with an optimizer that has no state
 yet. They are given a `QuietOptimizer` in its place, which says that it has.
 
-What state the optimizers of a job keep for each parameter.
+Most optimizers make their state in their first step. To learn its names, shapes, dtypes and
+layouts without a training step, a shadow steps: the optimizer's class and settings, over
+parameters on the meta device (DTensors keep their mesh and placements). The real parameters,
+gradients, state, hooks and counters are not touched.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcpstore.errors import ConfigError, IncompatibleError
-from dcpstore.optimizer.layout import Path
+from dcpstore.optimizer.layout import Path, listed
 from dcpstore.torch_private import canonical_names
 
 # Ways to compute a step that need a device; the plain way makes the same state. Where the
@@ -43,28 +39,18 @@ from dcpstore.torch_private import canonical_names
 _PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What state an optimizer makes for each trainable parameter.
-
-    Attributes:
-        states: By the ``id`` of the real parameter; tensors on the meta device.
-        error: Why the optimizer could not be asked; ``states`` is empty then.
-    """
-
-    states: Mapping[int, Mapping[Any, Any]]
-    error: Exception | None = None
-
-
 def probe_optimizer(
-    optimizer: Optimizer, options: Sequence[Mapping[str, Any]] | None = None
-) -> Probe:
-    """Ask an optimizer what state it makes. Changes nothing of it.
+    optimizer: Optimizer, options: Sequence[Mapping[str, Any]]
+) -> dict[int, Mapping[Any, Any]] | None:
+    """Ask an optimizer what state it makes for each trainable parameter. Changes nothing of it.
 
     Args:
-        optimizer: Any optimizer; one whose step needs a closure or looks at values on the host
-            cannot be asked.
-        options: Hyperparameters per group to ask with; None for the optimizer's own.
+        optimizer: Any.
+        options: Hyperparameters per group to ask with.
+
+    Returns:
+        State by the ``id`` of the real parameter, with tensors on the meta device; None if
+        the optimizer's step needs a closure or looks at values on the host.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     try:
@@ -73,10 +59,10 @@ def probe_optimizer(
             shadow = _shadow_optimizer(optimizer, shadows, options)
             with torch.no_grad():
                 _plain_step(optimizer)(shadow)
-    except Exception as error:  # noqa: BLE001 - an optimizer's own; kept, raised when it matters
-        return Probe({}, error)
+    except Exception:  # noqa: BLE001 - the optimizer's own; what it would make stays unknown
+        return None
     made = {number: shadow.state.get(one) for number, one in shadows.items()}
-    return Probe({number: state for number, state in made.items() if state})
+    return {number: state for number, state in made.items() if state}
 
 
 def _shadow_of(param: torch.Tensor) -> torch.nn.Parameter:
@@ -90,7 +76,7 @@ def _shadow_of(param: torch.Tensor) -> torch.nn.Parameter:
 def _shadow_optimizer(
     optimizer: Optimizer,
     shadows: Mapping[int, torch.nn.Parameter],
-    options: Sequence[Mapping[str, Any]] | None,
+    options: Sequence[Mapping[str, Any]],
 ) -> Optimizer:
     """Copy an optimizer; whatever it holds refers to the shadow parameters."""
     shadow: Optimizer = object.__new__(type(optimizer))
@@ -103,8 +89,7 @@ def _shadow_optimizer(
         elif not callable(value):  # a learning rate scheduler wraps `step` on the instance
             vars(shadow)[name] = copy.deepcopy(value, memo)
     for number, group in enumerate(shadow.param_groups):
-        if options is not None:
-            group.update(options[number])
+        group.update(options[number])
         group.update({name: value for name, value in _PLAIN.items() if name in group})
     return shadow
 
@@ -251,7 +236,9 @@ class LiveOptimizer:
 
     def groups(self, state_dict: Mapping[str, Any]) -> list[LiveGroup]:
         """Return the groups of all optimizers, in the order of a joint state dict."""
-        owners = [(one, number) for one in self.optimizers for number in range(_num_groups(one))]
+        owners = [
+            (one, number) for one in self.optimizers for number in range(len(one.param_groups))
+        ]
         return [
             LiveGroup(
                 optimizer,
@@ -324,10 +311,6 @@ class LiveOptimizer:
                 _keep_dtypes(optimizer, own, state)
 
 
-def _num_groups(optimizer: Optimizer) -> int:
-    return len(optimizer.param_groups)
-
-
 def _keep_dtypes(
     optimizer: Optimizer, groups: Sequence[LiveGroup], state: Mapping[str, Mapping[Any, Any]]
 ) -> None:
@@ -380,13 +363,6 @@ def _describe_unsavable(param: torch.Tensor, value: Any, *, is_fsdp1: bool) -> s
     return None
 
 
-def listed(names: Iterable[object], num_shown: int = 8) -> str:
-    """Join names for a message, the first few of them."""
-    texts = [repr(name) for name in names]
-    more = f" and {len(texts) - num_shown} more" if len(texts) > num_shown else ""
-    return ", ".join(texts[:num_shown]) + more
-
-
 @dataclass(frozen=True, slots=True)
 class ExpectedState:
     """State that the optimizers would make.
@@ -407,7 +383,7 @@ class ExpectedState:
             groups: All of each optimizer.
             is_flat: Whether parameters are pieces of FSDP1's flat ones.
         """
-        probes: dict[int, Probe] = {}
+        probes: dict[int, Mapping[int, Mapping[Any, Any]] | None] = {}
         for one in groups:
             own = [group.options for group in groups if group.optimizer is one.optimizer]
             if id(one.optimizer) not in probes:
@@ -417,8 +393,8 @@ class ExpectedState:
         for group in groups:
             probe = probes[id(group.optimizer)]
             held = group.optimizer.param_groups[group.number]["params"]
-            made = [probe.states.get(id(param), {}) for param in held]
-            if probe.error is not None:
+            made = [] if probe is None else [probe.get(id(param), {}) for param in held]
+            if probe is None:
                 unasked += group.fqns
             elif is_flat:  # parameters are pieces of flat ones; all of a group are alike
                 joint = {name: value for one in made for name, value in one.items()}

@@ -1,22 +1,21 @@
-"""A saved optimizer's entries by parameter and by parameter group.
+"""`optimizer_state` and `restore_optimizer`: an optimizer into a checkpoint and out of it.
 
-Hyperparameters of the optimizer that is there, taken from those that were saved.
-
-Groups are matched by the parameters in them, so a job may have them in another order, or cut
-otherwise, as long as no group of it joins parameters that were saved with different values.
-
-One restore of the optimizers of a job, from what is saved to what is there.
+A restore takes these steps:
 
 1. (all ranks) `Restoring`: what the optimizers hold, and what state they would make
 2. (all ranks) `make_state`: what is saved, fitted to it; memory for what this rank holds
 3. the load fills it
 4. (all ranks) `finish`: hyperparameters and what got no state are checked, then the optimizers
    are given everything at once
+
+Groups are matched by the parameters in them, so a job may have them in another order, or cut
+otherwise, as long as no group of it joins parameters that were saved with different values.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,12 +23,24 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
+from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError, IncompatibleError
-from dcpstore.optimizer.layout import Entry, Path, find_entries, make_target
+from dcpstore.loading import load
+from dcpstore.optimizer.layout import (
+    Entry,
+    Path,
+    find_entries,
+    is_tensor,
+    listed,
+    make_target,
+    other_shapes,
+)
 from dcpstore.optimizer.live import (
     NOT_OPTIONS,
     ExpectedState,
@@ -37,10 +48,11 @@ from dcpstore.optimizer.live import (
     LiveOptimizer,
     LiveParam,
     at_path,
-    listed,
 )
 from dcpstore.plan.rules import KeyRules, Rename, Strictness, is_strict
-from dcpstore.report import LoadResult
+from dcpstore.ranks.agreement import Ranks
+from dcpstore.read.sharing import SharePolicy
+from dcpstore.report import LoadResult, ProgressCallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +75,11 @@ class SavedState:
     others: Sequence[Entry]
 
     @staticmethod
-    def of(entries: Iterable[Entry], key: str, names: Collection[str]) -> SavedState:
-        """Sort the entries of the optimizer under a key.
+    def of(entries: Iterable[Entry], names: Collection[str]) -> SavedState:
+        """Sort the entries of one optimizer.
 
         Args:
             entries: As `find_entries` returned them.
-            key: Of the optimizer.
             names: Names of parameters, to tell a parameter ``0.weight`` from group 0.
         """
         state: dict[str, dict[Path, Entry]] = defaultdict(dict)
@@ -77,7 +88,7 @@ class SavedState:
         whole_groups = None
         others = []
         for entry in entries:
-            rest = _below(entry.path, key)
+            rest = entry.below
             if entry.owner is not None:
                 inner = rest[2:] if len(rest) > 2 else (entry.name,)
                 state[entry.owner][inner] = entry
@@ -106,18 +117,6 @@ class SavedState:
             yield from one.values()
         if self.whole_groups is not None:
             yield self.whole_groups
-
-
-def _below(path: Path, key: str) -> Path:
-    for num in range(len(path) + 1):
-        if ".".join(map(str, path[:num])) == key:
-            return path[num:]
-    return path[-1:]  # flattened together with the key
-
-
-def state_key(key: str, name: str) -> str:
-    """Return how the checkpoint's keys of a parameter's state begin, without the last dot."""
-    return ".".join(part for part in (key, "state", name) if part)
 
 
 def stored_names(names: Mapping[str, Sequence[str]], rename: Rename | None) -> dict[str, list[str]]:
@@ -367,7 +366,7 @@ class Restoring:
         """
         names = {name for stored in self._names.values() for name in stored}
         entries = find_entries(metadata, self._key, names)
-        self._saved = SavedState.of(entries, self._key, names)
+        self._saved = SavedState.of(entries, names)
         options = {entry.name for entry in self._saved.hyperparameters() if entry.name}
         for optimizer in self._live.optimizers:
             check_options(optimizer, options)
@@ -383,11 +382,7 @@ class Restoring:
                 self._check_state_names(fqn, stored)
                 self._places[fqn] = self._place(param, self._saved.state[stored], problems)
         if problems:
-            raise IncompatibleError(
-                "the optimizer was saved for a model of other shapes; nothing was loaded:\n  "
-                + "\n  ".join(problems[:10])
-                + (f"\n  and {len(problems) - 10} more" if len(problems) > 10 else "")
-            )
+            raise other_shapes(problems)
         for entry in self._saved.hyperparameters():
             tensor = entry.tensor
             self._wanted[entry.fqn] = None
@@ -400,7 +395,7 @@ class Restoring:
         has = {str(name) for name in own} - {"step"}
         saved = {str(path[0]) for path in self._saved.state[stored]} - {"step"}
         if has and saved and not has & saved:
-            kinds = listed(dict.fromkeys(type(one).__name__ for one in self._live.optimizers))
+            kinds = listed(self._kinds())
             raise IncompatibleError(
                 f"the checkpoint's optimizer is of another kind than {kinds}: for {fqn!r} it has"
                 f" {listed(sorted(saved))}, and this one keeps {listed(sorted(has))}; nothing was"
@@ -433,11 +428,11 @@ class Restoring:
         """Return the shape that a state must have; None if any will do."""
         if self._live.is_fsdp1:  # keeps nothing but numbers and the parameter's shape
             return tuple(param.value.size())
-        return tuple(like.size()) if _is_tensor(like) else None
+        return tuple(like.size()) if is_tensor(like) else None
 
     def _allocate(self, param: LiveParam, entry: Entry, like: Any) -> Any:
         assert entry.tensor is not None
-        if _is_tensor(like) and not self._live.is_fsdp1 and tuple(like.size()) == entry.tensor.size:
+        if is_tensor(like) and not self._live.is_fsdp1 and tuple(like.size()) == entry.tensor.size:
             value = like if param.state else _real(like, param.value)
             self._wanted[entry.fqn] = value
             return value
@@ -519,7 +514,8 @@ class Restoring:
 
     def _state_keys(self, fqns: Iterable[str]) -> Iterable[str]:
         for fqn in fqns:
-            yield state_key(self._key, self._stored.get(fqn, self._names[fqn][0]))
+            name = self._stored.get(fqn, self._names[fqn][0])
+            yield ".".join(part for part in (self._key, "state", name) if part)
 
     def _kinds(self) -> Sequence[str]:
         return sorted({type(one).__name__ for one in self._live.optimizers})
@@ -534,11 +530,123 @@ def _names(state: Mapping[Any, Any] | None) -> set[str]:
     return {str(name) for name in state or ()}
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | ShardedTensor)
-
-
 def _real(like: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Allocate what a tensor of the probe stands for, on the parameter's device."""
     device = param.device if like.device.type == "meta" else like.device
     return torch.empty_like(like, device=device, requires_grad=False)
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
+    """Return an optimizer's state by parameter names, to be saved. All ranks; collective.
+
+    It has the form of torch's ``get_optimizer_state_dict``, so whoever reads that reads this.
+    Unlike torch's it is a pure look: an optimizer that has not stepped yet is saved without
+    state, where torch takes a step to make it some.
+
+    ::
+
+        dcpstore.save(
+            {
+                "model": get_model_state_dict(model),
+                "optim": dcpstore.optimizer_state(model, optimizer),
+            },
+            "s3://bucket/run/step-100",
+        )
+
+    Args:
+        model: As it is trained: FSDP1, FSDP2, tensor parallel, DDP, any mix, or none of them.
+        optimizer: Of the model's parameters, or several, whose parameters are disjoint.
+
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [...]}``. Its tensors are the optimizer's
+        own where the layout allows: save them before the next step.
+
+    Raises:
+        ConfigError: If the optimizer has parameters that are not the model's, or keeps state
+            that belongs to none.
+        IncompatibleError: If state would not come back: partial sums, or with FSDP1 a tensor
+            that has not its parameter's shape.
+    """
+    live = LiveOptimizer(model, optimizer)
+    live.check_can_be_saved()
+    return live.state_dict()
+
+
+def restore_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    source: str | os.PathLike[str] | StorageReader,
+    *,
+    key: str = "optim",
+    rename: Rename | None = None,
+    strict: Strictness = True,
+    planner: DcpLoadPlanner | None = None,
+    process_group: Ranks = None,
+    storage_options: Mapping[str, Any] | None = None,
+    config: ReadConfig | None = None,
+    share: SharePolicy = "auto",
+    coordinator_rank: int = 0,
+    deadline_s: float = 1800.0,
+    progress: ProgressCallback | bool | None = None,
+) -> LoadResult:
+    """Restore an optimizer from a checkpoint, on any number of ranks. All ranks; collective.
+
+    State and hyperparameters become what they were when they were saved, sharded the way the
+    model is now. The optimizer may be fresh: no step is taken to make it state, and no
+    parameter, gradient, random number or counter changes. Each tensor is allocated once, as
+    what this rank holds of it; an optimizer that has state already is filled in place.
+
+    What was saved for no parameter of these optimizers is in ``unexpected`` of the result, and
+    each parameter that got no state although the optimizer keeps some is in ``missing`` (as
+    ``optim.state.<name>``); it may never have had a gradient. FSDP1 takes no state for frozen
+    parameters, so theirs is in ``unexpected``; elsewhere it is restored.
+
+    Restore after the model was sharded, and after learning rate schedulers were made: a new
+    scheduler sets the learning rate.
+
+    Args:
+        model: As it is trained.
+        optimizer: One, or several that were saved together. Some of those will do, too.
+        source: Folder of the checkpoint, or any DCP storage reader.
+        key: Where the optimizer is in the saved state dict; dotted if nested, empty if it is
+            all that was saved.
+        rename: From a parameter's name in the model to that in the checkpoint: a map of names
+            and of prefixes that end with ``.``, or a function.
+        strict: Whether a parameter that the saved optimizer did not have is an error, for all
+            or per prefix of names. If not, its state stays as it is.
+        planner: Any DCP load planner; None for `dcpstore.LoadPlanner`. It is given the flat
+            keys of the checkpoint.
+        process_group: The ranks that load together; None for all, or for this process alone.
+        storage_options: As for `dcpstore.load`; so are all arguments below.
+        config: Sizes, bounds, retries, casts and trust.
+        share: Whether ranks share what they fetch.
+        coordinator_rank: Rank of the group that reads the metadata.
+        deadline_s: Most seconds that one step may take.
+        progress: A callback, True for a bar, None for one on a terminal.
+
+    Returns:
+        What the load did: ``loaded``, ``missing`` and ``unexpected`` are of this optimizer.
+
+    Raises:
+        RankFailures: On every rank of several, if any failed.
+        NotFoundError: If the checkpoint has no such optimizer; names those it has.
+        IncompatibleError: If the optimizer is of another kind, the model of other shapes, a
+            parameter unknown, or groups join what was saved apart. A fresh optimizer is
+            unchanged then; one with state may hold some of the checkpoint's.
+        CheckpointError: As `dcpstore.load` does.
+    """
+    restoring = Restoring(LiveOptimizer(model, optimizer), key, rename, strict)
+    result = load(
+        restoring.make_state,
+        None if isinstance(source, StorageReader) else source,
+        storage_reader=source if isinstance(source, StorageReader) else None,
+        planner=planner,
+        process_group=process_group,
+        storage_options=storage_options,
+        config=config,
+        share=share,
+        coordinator_rank=coordinator_rank,
+        deadline_s=deadline_s,
+        progress=progress,
+    )
+    return restoring.finish(result)

@@ -1,8 +1,4 @@
-"""Whether a saved optimizer fits the model that it is loaded for, by the metadata alone.
-
-From flattened entries to what a load fills, and back to the nested state dict.
-
-`load_sharded_optimizer_state_dict`: a saved optimizer in the layout that the model has now.
+"""`load_sharded_optimizer_state_dict`: a saved optimizer in the layout that the model has now.
 
 1. (coordinator) the metadata is read; every rank is sent it
 2. (all ranks) it says what is saved of the optimizer. Shapes and kind are compared with what is
@@ -26,7 +22,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcpstore.config import ReadConfig
-from dcpstore.errors import IncompatibleError
 from dcpstore.loading import load
 from dcpstore.optimizer.layout import (
     Entry,
@@ -36,6 +31,7 @@ from dcpstore.optimizer.layout import (
     find_entries,
     has_elements,
     make_target,
+    other_shapes,
     paths_of,
     sizes_of,
 )
@@ -52,7 +48,6 @@ _LIKE_PARAMETER = frozenset(
         *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
     }
 )
-_MOST_NAMED = 10
 
 
 def check_shapes(
@@ -89,11 +84,7 @@ def check_shapes(
                 f"{entry.fqn!r} is saved with shape {shape}, the parameter has {now}"
             )
     if problems:
-        raise IncompatibleError(
-            f"the optimizer was saved for a model of other shapes; nothing was loaded:\n"
-            f"{_lines(list(problems.values()))}"
-            "\nBuild the model as it was when it was saved, or begin with a new optimizer"
-        )
+        raise other_shapes(list(problems.values()))
 
 
 def _saved_parameters(
@@ -107,12 +98,6 @@ def _saved_parameters(
         if is_parameter and isinstance(saved, TensorStorageMetadata):
             found[name].append(tuple(saved.size))
     return found
-
-
-def _lines(problems: Sequence[str]) -> str:
-    shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
-    more = len(problems) - _MOST_NAMED
-    return shown + (f"\n  and {more} more" if more > 0 else "")
 
 
 _VALUE = "not loaded yet"  # anything that is no tensor, so that planners plan a value

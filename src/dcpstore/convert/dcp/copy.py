@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcpstore.config import WriteConfig
-from dcpstore.convert.dcp.mirror import Mirror, MirrorOfOurs, MirrorOfStock, mirror
+from dcpstore.convert.dcp.mirror import Mirror, MirrorOfOurs, MirrorOfStock, Transfer, mirror
 from dcpstore.convert.dcp.sink import SinkEntry, write_checkpoint
 from dcpstore.convert.dcp.source import open_source
-from dcpstore.convert.output import Shares, share_budget
+from dcpstore.convert.output import share_budget
 from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
 from dcpstore.errors import ConfigError
 from dcpstore.format.manifest import Path
@@ -23,12 +24,12 @@ from dcpstore.plan.rules import Rename
 from dcpstore.ranks import RankGroup
 from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import Checkpoint
-from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
+from dcpstore.report import Phases, ProgressCallback, show_progress
 from dcpstore.store.folder import Folder
 from dcpstore.write.writer import ObjectStoreWriter
 
 
-def dcp_to_dcp(
+def dcp_to_dcp(  # noqa: D417 - the rest are those of every converter
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -63,27 +64,18 @@ def dcp_to_dcp(
     checkpoint is written anew, in our own form, whoever wrote it. An interrupted copy leaves no
     checkpoint. All ranks of the group may call it together; each copies a share of the bytes.
 
+    Arguments that are not listed are those of every converter: see `dcpstore.convert`.
+
     Args:
         source: Folder of a checkpoint, by ours or by stock DCP.
         target: Folder of the copy.
-        keys: Patterns of keys to copy (``fnmatch``); all if empty.
-        exclude: Patterns of keys to leave out.
-        rename: From the source's key to the copy's.
-        dtype: As for `dcp_to_safetensors`.
         object_bytes: Target size of data objects; 256 MiB where None.
         reencode: Write anew although nothing else changes: a stock checkpoint becomes one of
             ours, with checksums.
         verify: Read each object back after a copy byte by byte. Without, their sizes are
             compared; where the provider copies, no data is read at all.
-        source_options: fsspec's options for the source's protocol.
-        target_options: fsspec's options for the target's protocol.
-        budget_bytes: Memory for bytes on their way, per rank.
         overwrite: Replace a checkpoint that exists; it stays loadable until the copy is sealed.
             A stock checkpoint replaces another only with ``reencode``.
-        process_group: The ranks that work together; None for all, or for this process alone.
-        deadline_s: Most seconds that one step may take before ranks that wait give up.
-        progress: A callback on every rank; True for a bar on the coordinator; None for one if
-            standard error is a terminal.
 
     Raises:
         NotFoundError: If there is no checkpoint at ``source``.
@@ -116,59 +108,38 @@ def dcp_to_dcp(
                     overwrite=overwrite,
                     progress=progress,
                 )
-            folder = Folder(target, target_options, WriteConfig())
             showing = show_progress("copy", progress, is_coordinator=group.is_coordinator)
-            try:
-                with showing as meter:
-                    return _mirror(
-                        group,
-                        checkpoint,
-                        folder,
-                        _Settings(target_options, shares, overwrite, verify),
-                        meter,
-                    )
-            finally:
-                folder.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What the caller of a copy byte by byte chose."""
-
-    options: Mapping[str, Any] | None
-    shares: Shares
-    overwrite: bool
-    verify: bool
+            with closing(Folder(target, target_options, WriteConfig())) as folder, showing as meter:
+                transfer = Transfer(
+                    checkpoint.store, folder.open(), shares, meter, overwrite, verify
+                )
+                return _mirror(group, checkpoint, folder.url, transfer, target_options)
 
 
 def _mirror(
-    group: RankGroup, checkpoint: Checkpoint, folder: Folder, settings: _Settings, meter: Meter
+    group: RankGroup,
+    checkpoint: Checkpoint,
+    target: str,
+    transfer: Transfer,
+    options: Mapping[str, Any] | None,
 ) -> ConvertResult:
+    """Copy byte by byte. The objects of ours get fresh names, so none replaces another."""
     phases = Phases()
-    how: Mirror = MirrorOfStock(checkpoint, folder.open())
+    how: Mirror = MirrorOfStock(checkpoint, transfer.target)
     if checkpoint.discovered.manifest is not None:
         writer = ObjectStoreWriter(
-            folder.url,
-            storage_options=settings.options,
-            overwrite=settings.overwrite,
-            config=settings.shares.write_config(settings.shares.block_bytes),
+            target,
+            storage_options=options,
+            overwrite=transfer.overwrite,
+            config=transfer.shares.write_config(transfer.shares.block_bytes),
         )
         how = MirrorOfOurs(checkpoint, writer)
     with phases.phase("copy"):
-        copied = mirror(
-            group,
-            how,
-            checkpoint.store,
-            folder.open(),
-            shares=settings.shares,
-            meter=meter,
-            overwrite=settings.overwrite,
-            verify=settings.verify,
-        )
+        copied = mirror(group, how, transfer)
     tensors = checkpoint.tensors.values()
     return ConvertResult(
         source=checkpoint.url,
-        target=folder.url,
+        target=target,
         num_tensors=len(tensors),
         num_values=len(checkpoint.keys) - len(tensors),
         tensor_bytes=sum(prod(one.size) * one.properties.dtype.itemsize for one in tensors),

@@ -50,10 +50,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcpstore.config import ReadConfig
 from dcpstore.convert.dcp.source import own_run
 from dcpstore.convert.output import (
-    MIN_OUTPUT_BYTES,
     Outputs,
     Shares,
     is_surely_unpublished,
+    put_file,
     reject_existing,
 )
 from dcpstore.errors import (
@@ -298,11 +298,12 @@ class _ServerCopies:
     def __init__(self, transfer: Transfer, copy: Callable[..., None]) -> None:
         self._transfer = transfer
         self._copy = copy
-        self._refusal = threading.Lock()  # held for ever by whoever meets the first
+        self._lock = threading.Lock()
+        self._is_refused = False
         self.made: dict[str, DataObject | None] = {}
 
     def copy(self, task: CopyTask) -> None:
-        if self._refusal.locked():
+        if self._is_refused:
             return
         transfer = self._transfer
         if not transfer.overwrite:
@@ -328,7 +329,9 @@ class _ServerCopies:
         transfer.meter.advance(task.size_bytes)
 
     def _note_refusal(self, error: CheckpointError) -> None:
-        if self._refusal.acquire(blocking=False):
+        with self._lock:
+            is_first, self._is_refused = not self._is_refused, True
+        if is_first:
             logger.warning(
                 "%s: the provider does not copy by itself (%s). The bytes pass through this"
                 " process",
@@ -573,9 +576,7 @@ class MirrorOfStock:
         del stored
         pickled = self._checkpoint.discovered.pickled
         assert pickled is not None
-        outputs = Outputs(self._store, budget_bytes=MIN_OUTPUT_BYTES, largest_bytes=len(pickled))
-        with outputs, outputs.write(METADATA_KEY) as stream:
-            stream.write(pickled)
+        put_file(self._store, METADATA_KEY, pickled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -593,28 +594,8 @@ class Mirrored:
     fetched_bytes: int
 
 
-def mirror(
-    group: RankGroup,
-    plan_and_seal: Mirror,
-    source: Store,
-    target: Store,
-    *,
-    shares: Shares,
-    meter: Meter,
-    overwrite: bool,
-    verify: bool,
-) -> Mirrored:
+def mirror(group: RankGroup, plan_and_seal: Mirror, transfer: Transfer) -> Mirrored:
     """Copy a checkpoint. All ranks of the group.
-
-    Args:
-        group: The ranks.
-        plan_and_seal: Used on the coordinator.
-        source: Rooted at the source's folder.
-        target: Rooted at the target's folder.
-        shares: Of the memory.
-        meter: Counts the bytes copied.
-        overwrite: Replace objects that have the names of new ones.
-        verify: Read every copy back; else only their sizes are compared.
 
     Raises:
         RankFailures: On every rank, if any failed. Nothing was sealed, unless the seal itself
@@ -623,7 +604,7 @@ def mirror(
     tasks = steps.broadcast(group, "plan the copy", plan_and_seal.plan)
     own = own_run(tasks, [task.size_bytes for task in tasks], group.rank, group.size)
     fresh = plan_and_seal.has_fresh_names
-    transfer = Transfer(source, target, shares, meter, fresh or overwrite, verify)
+    transfer = replace(transfer, overwrite=fresh or transfer.overwrite)
     mine = [task.key for task in own] if fresh else []
     may_be_sealed = False
 
@@ -649,7 +630,7 @@ def mirror(
     except BaseException as error:
         is_leftover = not may_be_sealed or is_surely_unpublished(error, group, _STEP_SEAL)
         if is_leftover and (fresh or not _sealed_by_another(error, group)):
-            sweep(target, mine, Proof.NOT_BEGUN, why="this failed copy")
+            sweep(transfer.target, mine, Proof.NOT_BEGUN, why="this failed copy")
         raise
 
 

@@ -112,7 +112,7 @@ def write_checkpoint(
     block_bytes = min(shares.block_bytes, object_bytes)  # a block is an item, in one object
     with (
         phases.phase("write"),
-        _StreamingPlanner(checkpoint, entries, block_bytes, group) as planner,
+        _BlockPlanner(checkpoint, entries, block_bytes, group) as planner,
     ):
         saved = save(
             {},
@@ -175,10 +175,24 @@ def _objects_of(
     return steps.broadcast(group, "read back", look)
 
 
-class _StreamingPlanner(SavePlanner):
-    """Plans from metadata, and reads an item of the source when it is resolved."""
+class StreamingPlanner(SavePlanner):
+    """A planner whose items are read when they are resolved; it has no use for a state dict."""
 
-    keeps_tensors = False
+    keeps_tensors = False  # the memory of a tensor that was taken counts no longer
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Learn this rank's role. All ranks."""
+        del state_dict, storage_meta
+        self.is_coordinator = is_coordinator
+
+
+class _BlockPlanner(StreamingPlanner):
+    """Plans a rank's share of a checkpoint's blocks."""
 
     def __init__(
         self,
@@ -196,7 +210,7 @@ class _StreamingPlanner(SavePlanner):
         self._contents: Iterator[tuple[Block, Content]] | None = None
         self._reading = ExitStack()
 
-    def __enter__(self) -> _StreamingPlanner:
+    def __enter__(self) -> _BlockPlanner:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -208,8 +222,7 @@ class _StreamingPlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        del state_dict, storage_meta
-        self.is_coordinator = is_coordinator
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if is_coordinator:
             self.mappings = {entry.name: entry.path for entry in self._entries}
 
@@ -245,13 +258,20 @@ class _StreamingPlanner(SavePlanner):
 def _write_item(entry: SinkEntry, block: Block) -> WriteItem:
     if entry.properties is None:
         return WriteItem(MetadataIndex(entry.name), WriteItemType.BYTE_IO)
-    offsets = torch.Size(block.offsets)
-    data = TensorWriteData(
-        ChunkStorageMetadata(offsets, torch.Size(block.sizes)),
-        replace(entry.properties),
-        torch.Size(entry.sizes),
-    )
-    return WriteItem(MetadataIndex(entry.name, offsets), WriteItemType.SHARD, tensor_data=data)
+    chunk = ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
+    return chunk_item(entry.name, chunk, replace(entry.properties), torch.Size(entry.sizes))
+
+
+def chunk_item(
+    name: str,
+    chunk: ChunkStorageMetadata,
+    properties: TensorProperties,
+    size: torch.Size,
+    kind: WriteItemType = WriteItemType.SHARD,
+) -> WriteItem:
+    """Return the item that writes a chunk of a tensor of some size."""
+    data = TensorWriteData(chunk, properties, size)
+    return WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)
 
 
 def _key(item: WriteItem) -> tuple[str, tuple[int, ...] | None]:

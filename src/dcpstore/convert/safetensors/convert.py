@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import TensorProperties
@@ -43,7 +44,7 @@ from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder, file_location
 
 
-def dcp_to_safetensors(
+def dcp_to_safetensors(  # noqa: D417 - the rest are those of every converter
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -76,15 +77,11 @@ def dcp_to_safetensors(
     is whole, and the index comes last; a failure removes the files that were written. Replacing
     a checkpoint of several files, there is none for readers until the new index is put.
 
+    Arguments that are not listed are those of every converter: see `dcpstore.convert`.
+
     Args:
         source: Folder of a checkpoint, by ours or by stock DCP.
         target: Folder for the files.
-        keys: Patterns of keys to convert (``fnmatch``), such as ``["model.*"]``; all if empty.
-        exclude: Patterns of keys to leave out.
-        rename: From the source's key to the tensor's name: a map of keys and of prefixes
-            that end with ``.``, or a function. Nested keys are joined by dots, as in DCP.
-        dtype: Converts the tensors of its kind (floating point, complex, integer): one dtype
-            for all, or one per pattern of keys.
         max_shard_bytes: Most bytes of tensors per file, unless one tensor is larger.
         tied: Keys that are not written, as they equal another one, which is: ``{"lm_head.weight":
             "model.embed.weight"}``. They are compared, and noted in each file's metadata as the
@@ -92,14 +89,7 @@ def dcp_to_safetensors(
             without being named.
         values: What to do with values that are not tensors, which the format cannot hold:
             leave them out and say so in the result, or raise.
-        source_options: fsspec's options for the source's protocol.
-        target_options: fsspec's options for the target's protocol.
-        budget_bytes: Memory for tensors on their way, per rank.
         overwrite: Replace files that exist, and a Hugging Face checkpoint that lies there.
-        process_group: The ranks that work together; None for all, or for this process alone.
-        deadline_s: Most seconds that writing may take before ranks that wait give up.
-        progress: A callback on every rank; True for a bar on the coordinator; None for one if
-            standard error is a terminal.
 
     Raises:
         NotFoundError: If there is no checkpoint at ``source``.
@@ -116,18 +106,16 @@ def dcp_to_safetensors(
     joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
     with joining as group:
         showing = show_progress("convert", progress, is_coordinator=group.is_coordinator)
-        with showing as meter:
-            folder = Folder(target, target_options, WriteConfig())
-            config = shares.read_config()
-            with open_source(group, source, source_options, config) as checkpoint:
-                job = FilesJob(group, checkpoint, folder, shares, meter, overwrite)
-                try:
-                    return job.run(selection, max_shard_bytes, dict(tied or {}), values)
-                finally:
-                    folder.close()
+        with (
+            showing as meter,
+            closing(Folder(target, target_options, WriteConfig())) as folder,
+            open_source(group, source, source_options, shares.read_config()) as checkpoint,
+        ):
+            job = FilesJob(group, checkpoint, folder, shares, meter, overwrite)
+            return job.run(selection, max_shard_bytes, dict(tied or {}), values)
 
 
-def safetensors_to_dcp(
+def safetensors_to_dcp(  # noqa: D417 - the rest are those of every converter
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -156,24 +144,14 @@ def safetensors_to_dcp(
     converts a share of the bytes. The format has no checksums, so what was damaged in the files
     before stays damaged; the new checkpoint has them.
 
+    Arguments that are not listed are those of every converter: see `dcpstore.convert`.
+
     Args:
         source: One file whose name ends with ``.safetensors``, or a folder: with an index,
             with a ``model.safetensors``, or with any such files (shards by DCP's Hugging Face
             writer are joined).
         target: Folder of the new checkpoint.
-        keys: Patterns of names to convert (``fnmatch``); all if empty.
-        exclude: Patterns of names to leave out.
-        rename: From the file's name to the checkpoint's key.
-        dtype: As for `dcp_to_safetensors`.
         object_bytes: Target size of data objects.
-        source_options: fsspec's options for the source's protocol.
-        target_options: fsspec's options for the target's protocol.
-        budget_bytes: Memory for tensors on their way, per rank.
-        overwrite: Replace a checkpoint that exists.
-        process_group: The ranks that work together; None for all, or for this process alone.
-        deadline_s: Most seconds that one step may take before ranks that wait give up.
-        progress: A callback on every rank; True for a bar on the coordinator; None for one if
-            standard error is a terminal.
 
     Returns:
         What was done. Names that the files declare to equal another (tied tensors that were

@@ -33,11 +33,11 @@ import torch
 
 from dcpstore.convert.dcp.source import Block, Content, plan_blocks, read_blocks
 from dcpstore.convert.output import (
-    MIN_OUTPUT_BYTES,
     Outputs,
     Shares,
     fetched_by_all,
     is_surely_unpublished,
+    put_file,
 )
 from dcpstore.convert.selection import ConvertResult, Selection
 from dcpstore.errors import (
@@ -391,15 +391,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 _MAX_LOOKS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """The files of the checkpoint that is being replaced, as far as its index names them."""
-
-    keys: tuple[str, ...] = ()
-
-
-def prepare_folder(store: Store, plan: FolderPlan, *, overwrite: bool) -> Replaced:
+def prepare_folder(store: Store, plan: FolderPlan, *, overwrite: bool) -> list[str]:
     """Make ready to write the files. Coordinator only.
+
+    Returns:
+        The files of the checkpoint that is being replaced, as far as its index names them.
 
     Raises:
         AlreadyExistsError: If a file is in the way, or another Hugging Face checkpoint lies
@@ -414,33 +410,26 @@ def prepare_folder(store: Store, plan: FolderPlan, *, overwrite: bool) -> Replac
             + ". Convert to another folder, or pass overwrite=True to replace what is there."
             " Nothing was written"
         )
-    replaced = Replaced(_files_of_index(store)) if INDEX_FILE in present else Replaced()
+    replaced = _files_of_index(store) if INDEX_FILE in present else []
     if SINGLE_FILE in present:
-        replaced = Replaced((*replaced.keys, SINGLE_FILE))
+        replaced.append(SINGLE_FILE)
     if plan.index is not None and INDEX_FILE in present:
         store.delete_many([INDEX_FILE])
     return replaced
 
 
-def finish_folder(store: Store, plan: FolderPlan, replaced: Replaced, *, overwrite: bool) -> None:
+def finish_folder(
+    store: Store, plan: FolderPlan, replaced: Sequence[str], *, overwrite: bool
+) -> None:
     """Make the new files the checkpoint, and remove those of the old. Coordinator only."""
-    stale = [key for key in replaced.keys if key not in plan.keys]
+    stale = [key for key in replaced if key not in plan.keys]
     if plan.index is None:
-        if replaced.keys:
+        if replaced:
             sweep(store, [INDEX_FILE], Proof.REPLACED, why="the replaced checkpoint")
     else:
         if SINGLE_FILE in stale:
             store.delete_many([SINGLE_FILE])  # Hugging Face's loaders would prefer it
-        with (
-            Outputs(
-                store,
-                budget_bytes=MIN_OUTPUT_BYTES,
-                largest_bytes=len(plan.index),
-                overwrite=overwrite,
-            ) as outputs,
-            outputs.write(INDEX_FILE) as stream,
-        ):
-            stream.write(plan.index)
+        put_file(store, INDEX_FILE, plan.index, overwrite=overwrite)
     sweep(store, stale, Proof.REPLACED, why="the replaced checkpoint")
 
 
@@ -457,21 +446,18 @@ def _present(store: Store, keys: Sequence[str]) -> list[str]:
         return [key for key, there in zip(keys, found, strict=True) if there]
 
 
-def _files_of_index(store: Store) -> tuple[str, ...]:
+def _files_of_index(store: Store) -> list[str]:
     """Return the files in the folder that its index names; none if it is damaged."""
     with suppress(CorruptError):
         names = set((read_index(store) or {}).values())
-        return tuple(sorted(name for name in names if _is_a_file_of_ours(name)))
-    return ()
-
-
-def _is_a_file_of_ours(name: str) -> bool:
-    return name.endswith(".safetensors") and "/" not in name
+        return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    return []
 
 
 _STEP_PUBLISH = "write the index"
 
 
+@dataclass(slots=True)
 class FilesJob:
     """One rank's way through a conversion to safetensors.
 
@@ -484,23 +470,14 @@ class FilesJob:
         overwrite: Replace what lies there.
     """
 
-    def __init__(
-        self,
-        group: RankGroup,
-        checkpoint: Checkpoint,
-        folder: Folder,
-        shares: Shares,
-        meter: Meter,
-        overwrite: bool,
-    ) -> None:
-        self._group = group
-        self._checkpoint = checkpoint
-        self._folder = folder
-        self._shares = shares
-        self._meter = meter
-        self._overwrite = overwrite
-        self._phases = Phases()
-        self._written: dict[str, int] = {}
+    _group: RankGroup
+    _checkpoint: Checkpoint
+    _folder: Folder
+    _shares: Shares
+    _meter: Meter
+    _overwrite: bool
+    _phases: Phases = field(default_factory=Phases)
+    _written: Mapping[str, int] = field(default_factory=dict)
 
     def run(
         self,
@@ -550,7 +527,7 @@ class FilesJob:
         )
         return choice, folder_plan
 
-    def _write(self, store: Store, plan: FolderPlan, replaced: Replaced) -> None:
+    def _write(self, store: Store, plan: FolderPlan, replaced: Sequence[str]) -> None:
         own = share_files(plan.files, self._group.size)[self._group.rank]
         steps.each(self._group, "write the files", lambda: self._write_files(store, own))
         steps.broadcast(

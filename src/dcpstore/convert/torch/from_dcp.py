@@ -31,7 +31,7 @@ import logging
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
@@ -42,13 +42,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from dcpstore.config import WriteConfig
 from dcpstore.convert.dcp.source import Block, plan_blocks, read_blocks
-from dcpstore.convert.output import Outputs, Shares, share_budget
+from dcpstore.convert.output import Outputs, Shares, reject_existing, share_budget
 from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
 from dcpstore.convert.torch.layout import (
     LAYOUT_KEY,
     Layout,
     decode_layout,
-    identities,
     open_structure,
     read_record,
     storage_bytes,
@@ -291,7 +290,7 @@ def open_stored(checkpoint: Checkpoint, *, weights_only: bool) -> StoredStructur
 
 def _from_layout(layout: Layout, what: str, *, weights_only: bool) -> StoredStructure:
     value, storages = open_structure(layout.pickled, weights_only=weights_only, what=what)
-    numbers = identities(storages)
+    numbers = {key: storage_identity(one) for key, one in storages.items()}
     try:
         members = {fqn: [numbers[key] for key in keys] for fqn, keys in layout.members.items()}
         extra = [numbers[key] for key in layout.extra]
@@ -404,7 +403,7 @@ def _read_values(checkpoint: Checkpoint, *, weights_only: bool) -> dict[str, Any
     return found
 
 
-def dcp_to_torch_save(
+def dcp_to_torch_save(  # noqa: D417 - the rest are those of every converter
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -430,29 +429,20 @@ def dcp_to_torch_save(
     The file is laid out as torch's own writer does it: ``torch.load`` opens it with
     ``weights_only=True``, and with ``mmap=True``. Tensors are assembled by ranges, in blocks of
     rows; the file is written once, in order, without local disk, and appears when it is whole.
-    All ranks of a group may call this together; the coordinator converts.
+    The coordinator converts, and the ranks of its group wait for it.
+
+    Arguments that are not listed are those of every converter: see `dcpstore.convert`.
 
     Args:
         source: Folder of a checkpoint: ours, stock DCP's, or of safetensors files.
         target: The file: a URL, or a local path.
-        keys: Patterns of flattened keys to convert (``fnmatch``); all if empty.
-        exclude: Patterns of keys to leave out.
         rename: From the checkpoint's key to the file's: a map of keys and of prefixes that end
             with ``.``, or a function. Dots of a new name lead through nested dictionaries.
-        dtype: Converts the tensors of its kind (floating point, complex, integer): one dtype
-            for all, or one per pattern of keys.
         weights_only: Allow in the checkpoint's values what ``torch.load(weights_only=True)``
             allows. False runs whatever code they name: only for checkpoints that you trust.
-        source_options: fsspec's options for the source's protocol.
-        target_options: fsspec's options for the target's protocol.
         budget_bytes: Memory for tensors on their way. Values that are not tensors are held
             beside it, and, one at a time, tensors that are not stored row by row in the file:
             transposed ones, and several that share a storage without one that covers it.
-        overwrite: Replace a file that exists.
-        process_group: The ranks that wait together; None for all, or for this process alone.
-        deadline_s: Most seconds that the ranks that wait will do so.
-        progress: A callback on the coordinator; True for a bar there; None for one if standard
-            error is a terminal.
 
     Raises:
         NotFoundError: If there is no checkpoint at ``source``.
@@ -468,21 +458,19 @@ def dcp_to_torch_save(
     folder_url, key = file_location(target)
     _refuse_same(source, target)
     joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
-    with joining as group, ExitStack() as stack:
-        showing = show_progress("convert", progress, is_coordinator=group.is_coordinator)
-        meter = stack.enter_context(showing)
+    with joining as group:
 
         def convert() -> ConvertResult:
-            folder = Folder(folder_url, target_options, WriteConfig())
             config = shares.read_config()
-            with open_checkpoint(source, storage_options=source_options, config=config) as opened:
-                try:
-                    job = _ToFile(opened, folder, key, shares, meter, overwrite=overwrite)
-                    return job.run(selection, weights_only=weights_only)
-                finally:
-                    folder.close()
+            with (
+                closing(Folder(folder_url, target_options, WriteConfig())) as folder,
+                open_checkpoint(source, storage_options=source_options, config=config) as opened,
+            ):
+                job = _ToFile(opened, folder, key, shares, meter, overwrite)
+                return job.run(selection, weights_only=weights_only)
 
-        return steps.broadcast(group, "convert", convert)
+        with show_progress("convert", progress, is_coordinator=group.is_coordinator) as meter:
+            return steps.broadcast(group, "convert", convert)
 
 
 def _refuse_same(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -497,29 +485,20 @@ def _refuse_same(source: str | os.PathLike[str], target: str | os.PathLike[str])
         )
 
 
+@dataclass(slots=True)
 class _ToFile:
     """The coordinator's way through a conversion."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        folder: Folder,
-        key: str,
-        shares: Shares,
-        meter: Meter,
-        *,
-        overwrite: bool,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._folder = folder
-        self._key = key
-        self._shares = shares
-        self._meter = meter
-        self._overwrite = overwrite
-        self._phases = Phases()
-        self._records: tuple[str | None, list[memoryview]] = (None, [])
-        self._archive = b""
-        self._cast: dict[str, tuple[str, str]] = {}
+    _checkpoint: Checkpoint
+    _folder: Folder
+    _key: str
+    _shares: Shares
+    _meter: Meter
+    _overwrite: bool
+    _phases: Phases = field(default_factory=Phases)
+    _records: tuple[str | None, Sequence[memoryview]] = (None, ())
+    _archive: bytes = b""
+    _cast: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def run(self, selection: Selection, *, weights_only: bool) -> ConvertResult:
         with self._phases.phase("plan"):
@@ -581,14 +560,16 @@ class _ToFile:
         }
         total = sum(sizes.values()) + len(pickled.data) + overhead_bytes(len(sizes))
         self._meter.expect(total)
+        store = self._folder.open()
         outputs = Outputs(
-            self._folder.open(),
+            store,
             budget_bytes=self._shares.output_bytes,
             largest_bytes=total,
             overwrite=self._overwrite,
             meter=self._meter,
         )
-        outputs.check_absent([self._key])
+        if not self._overwrite:
+            reject_existing(store, self._key)
         with outputs, outputs.write(self._key) as stream:
             writer = TorchZipWriter(stream)
             writer.write_pickle(pickled.data)
@@ -661,18 +642,16 @@ class _ToFile:
         )
         return memoryview(memory.numpy())  # type: ignore[arg-type]
 
-    def _record(self, fqn: str | None) -> list[memoryview]:
+    def _record(self, fqn: str | None) -> Sequence[memoryview]:
         """Return the storages of a record; the last one asked for is kept."""
         if self._records[0] != fqn or not self._records[1]:
             data = self._archive
             if fqn is not None:
-                (index,) = self._indices(fqn)
+                stored = self._checkpoint.metadata.storage_data
+                (index,) = [one for one in stored if one.fqn == fqn]
                 data = self._checkpoint.read_item_bytes([index])[fqn]
             self._records = (fqn, read_record(data, f"{self._checkpoint.url}: {fqn or 'archive'}"))
         return self._records[1]
-
-    def _indices(self, fqn: str) -> list[Any]:
-        return [one for one in self._checkpoint.metadata.storage_data if one.fqn == fqn]
 
 
 def _whole_storages(stored: StoredStructure, names: Mapping[str, str]) -> dict[int, Member]:

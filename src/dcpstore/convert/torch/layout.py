@@ -28,7 +28,7 @@ from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.zip import TorchZipWriter, read_members
 from dcpstore.read.torch_file import PickledStorage, Storages, unpickle
 from dcpstore.text import check_natural, parse_json
-from dcpstore.torch_private import meta_storage, storage_identity
+from dcpstore.torch_private import meta_storage
 
 LAYOUT_KEY = ".dcpstore.torch_save"
 """The item's key; it is not one of the state dict's."""
@@ -167,8 +167,3 @@ def read_record(data: bytes, what: str) -> list[memoryview]:
     while (storage := members.get(f"data/{len(found)}")) is not None:
         found.append(storage)
     return found
-
-
-def identities(storages: Mapping[str, torch.UntypedStorage]) -> dict[str, int]:
-    """Return the identity of each storage, by number."""
-    return {key: storage_identity(one) for key, one in storages.items()}

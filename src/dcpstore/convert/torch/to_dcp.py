@@ -22,10 +22,11 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -33,12 +34,10 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
@@ -47,6 +46,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpstore.config import ReadConfig, WriteConfig
+from dcpstore.convert.dcp.sink import StreamingPlanner, chunk_item
+from dcpstore.convert.dcp.source import own_run
 from dcpstore.convert.output import Shares, fetched_by_all, share_budget
 from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
 from dcpstore.convert.torch.layout import LAYOUT_KEY, Layout, encode_layout, write_record
@@ -64,7 +65,6 @@ from dcpstore.convert.torch.pickle import (
 from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
 from dcpstore.errors import ConfigError, ConflictError, IncompatibleError
 from dcpstore.format.dtypes import dtype_name
-from dcpstore.plan import SavePlanner
 from dcpstore.plan.rules import Rename
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.ranks.agreement import Ranks, join_ranks
@@ -72,6 +72,7 @@ from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
 from dcpstore.report import Meter, Phases, Progress, ProgressCallback, SaveResult, show_progress
 from dcpstore.saving import save
 from dcpstore.store.folder import parse_location
+from dcpstore.store.ranges import ByteRange
 from dcpstore.torch_private import storage_identity, validate_global_plan
 from dcpstore.write.writer import ObjectStoreWriter
 
@@ -178,7 +179,8 @@ class _Chooser:
         )
         leaves = flatten(structure, self._file.url)
         written = set(self._names.values())
-        odd = [name for name, value in leaves.values.items() if not _may_be(name, value, written)]
+        # What is left out of a list leaves None there.
+        odd = [k for k, one in leaves.values.items() if k not in written and one is not None]
         if odd or not written <= leaves.values.keys():
             raise ConfigError(
                 f"rename makes keys ambiguous, such as {(odd or sorted(written))[0]!r}"
@@ -253,11 +255,6 @@ class _Chooser:
         return [one for one in pickled.storages.values() if one in odd and one not in found]
 
 
-def _may_be(name: str, value: Any, written: Set[str]) -> bool:
-    """Tell whether a leaf is expected: what is left out of a list leaves None there."""
-    return name in written or value is None
-
-
 def view_of(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
     """Return what two strided stand-ins share if they are the very same elements."""
     return (
@@ -269,58 +266,35 @@ def view_of(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank writes: boxes in the order of the file, and the key of each."""
-
-    names: tuple[str, ...]
-    boxes: tuple[WantedBox, ...]
+Share: TypeAlias = "list[tuple[str, WantedBox]]"
+"""What one rank writes: boxes in the order of the file, and the key of each."""
 
 
-def share_of(
-    tensors: Mapping[str, PlannedTensor],
-    positions: Mapping[str, int],
-    *,
-    rank: int,
-    num_ranks: int,
-    max_item_bytes: int,
-) -> Share:
-    """Return a rank's share: a run of the file of about as many bytes as the others'.
+def share_of(choice: FileChoice, file: TorchFile, group: RankGroup, max_item_bytes: int) -> Share:
+    """Return a rank's share: a run of the file, of whole tensors.
 
-    Args:
-        tensors: What is written, by key.
-        positions: Where each storage lies in the file.
-        rank: The rank.
-        num_ranks: How many share.
-        max_item_bytes: Larger tensors are cut, so that none need be held whole.
+    Tensors larger than ``max_item_bytes`` are cut, so that none need be held whole.
     """
-    order = sorted(
-        tensors,
-        key=lambda one: (positions[tensors[one].place.storage_key], tensors[one].place.span()),
-    )
-    total = sum(_whole(tensors[name]).num_bytes for name in order)
-    names, boxes = [], []
-    before = 0
-    for name in order:
-        box = _whole(tensors[name])
-        # By where its middle lies, so that all ranks agree and none is given a part twice.
-        owner = min(num_ranks - 1, (2 * before + box.num_bytes) * num_ranks // (2 * total or 1))
-        before += box.num_bytes
-        if owner != rank:
-            continue
-        parts = [box] if 0 in box.sizes else list(bands_of(box, max_item_bytes))
-        boxes += parts
-        names += [name] * len(parts)
-    return Share(tuple(names), tuple(boxes))
+    wanted = []
+    for name, tensor in choice.tensors.items():
+        sizes = tensor.place.sizes
+        wanted.append((name, WantedBox(tensor.place, (0,) * len(sizes), sizes)))
+
+    def position(one: tuple[str, WantedBox]) -> tuple[int, ByteRange]:
+        place = one[1].place
+        return file.storages[place.storage_key].member.header_offset, place.span()
+
+    wanted.sort(key=position)
+    costs = [box.num_bytes for _, box in wanted]
+    return [
+        (name, part)
+        for name, box in own_run(wanted, costs, group.rank, group.size)
+        for part in ([box] if 0 in box.sizes else bands_of(box, max_item_bytes))
+    ]
 
 
-def _whole(tensor: PlannedTensor) -> WantedBox:
-    sizes = tensor.place.sizes
-    return WantedBox(tensor.place, (0,) * len(sizes), sizes)
-
-
-class FileSavePlanner(SavePlanner):
-    """Plans and resolves one rank's share; the state dict that it is set up with is not looked at.
+class FileSavePlanner(StreamingPlanner):
+    """Plans and resolves one rank's share.
 
     Args:
         choice: What is written.
@@ -329,8 +303,6 @@ class FileSavePlanner(SavePlanner):
         read_opaque: Reads a tensor that is more than its elements.
         read_bytes: Returns the bytes of a value, or of the layout, by key.
     """
-
-    keeps_tensors = False  # the memory of a tensor that was taken counts no longer
 
     def __init__(
         self,
@@ -347,26 +319,12 @@ class FileSavePlanner(SavePlanner):
         self._read_opaque = read_opaque
         self._read_bytes = read_bytes
         self._numbers: dict[tuple[str, tuple[int, ...]], int] = {
-            (name, box.offsets): number
-            for number, (name, box) in enumerate(zip(share.names, share.boxes, strict=True))
+            (name, box.offsets): number for number, (name, box) in enumerate(share)
         }
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Learn this rank's role. All ranks."""
-        del state_dict, storage_meta
-        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's share; values and opaque tensors are the coordinator's."""
-        items = [
-            self._chunk(name, box)
-            for name, box in zip(self._share.names, self._share.boxes, strict=True)
-        ]
+        items = [self._chunk(name, box) for name, box in self._share]
         if self.is_coordinator:
             items += [self._opaque(name, one) for name, one in self._choice.opaques.items()]
             keys = [*self._choice.values, LAYOUT_KEY]
@@ -375,19 +333,17 @@ class FileSavePlanner(SavePlanner):
 
     def _chunk(self, name: str, box: WantedBox) -> WriteItem:
         planned = self._choice.tensors[name]
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        properties = TensorProperties(dtype=planned.dtype, requires_grad=planned.requires_grad)
         is_whole = box.sizes == planned.place.sizes
-        size, offsets = torch.Size(planned.place.sizes), torch.Size(box.offsets)
-        chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
         kind = WriteItemType.TENSOR if is_whole else WriteItemType.SHARD
-        data = TensorWriteData(chunk, _properties(planned), size)
-        return WriteItem(MetadataIndex(name, offsets), kind, tensor_data=data)
+        return chunk_item(name, chunk, properties, torch.Size(planned.place.sizes), kind)
 
     def _opaque(self, name: str, one: OpaqueTensor) -> WriteItem:
         size = one.stand_in.size()
-        offsets = torch.Size([0] * len(size))
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
         properties = TensorProperties(dtype=one.stand_in.dtype, layout=one.stand_in.layout)
-        data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, size)
-        return WriteItem(MetadataIndex(name, offsets), WriteItemType.TENSOR, tensor_data=data)
+        return chunk_item(name, chunk, properties, size, WriteItemType.TENSOR)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Join the shares; name the keys that share their bytes with another. Coordinator only."""
@@ -414,10 +370,6 @@ class FileSavePlanner(SavePlanner):
         assert offsets is not None
         tensor = self._read_ahead.take(self._numbers[name, tuple(offsets)])
         return tensor.to(self._choice.tensors[name].dtype)
-
-
-def _properties(tensor: PlannedTensor) -> TensorProperties:
-    return TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
 class SharingWriter(ObjectStoreWriter):
@@ -469,7 +421,7 @@ class SharingWriter(ObjectStoreWriter):
 _NO_VALUE = b"\x80\x02N."  # the pickle of None, of a record that is there for its storages
 
 
-def torch_save_to_dcp(
+def torch_save_to_dcp(  # noqa: D417 - the rest are those of every converter
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -498,27 +450,16 @@ def torch_save_to_dcp(
     are stored once. `dcp_to_torch_save` restores the structure, types of containers, shared
     storages and all.
 
+    Arguments that are not listed are those of every converter: see `dcpstore.convert`.
+
     Args:
         source: The file: a URL, or a local path. It holds a dictionary.
         target: Folder for the checkpoint.
-        keys: Patterns of flattened keys to convert (``fnmatch``); all if empty.
-        exclude: Patterns of keys to leave out.
-        rename: From the file's key to the checkpoint's: a map of keys and of prefixes
-            that end with ``.``, or a function.
-        dtype: Converts the tensors of its kind (floating point, complex, integer): one dtype
-            for all, or one per pattern of keys.
         weights_only: Allow in the file what ``torch.load(weights_only=True)`` allows, with
             ``torch.serialization.add_safe_globals`` honoured. False runs whatever code the
             file names: only for files that you trust.
-        source_options: fsspec's options for the source's protocol.
-        target_options: fsspec's options for the target's protocol.
         budget_bytes: Memory for tensors on their way, per rank. Values that are not tensors,
             with the tensors in them, are held beside it, one at a time; so are sparse tensors.
-        overwrite: Replace a checkpoint that exists.
-        process_group: The ranks that work together; None for all, or for this process alone.
-        deadline_s: Most seconds that one step may take before ranks that wait give up.
-        progress: A callback on every rank; True for a bar on the coordinator; None for one if
-            standard error is a terminal.
 
     Raises:
         NotFoundError: If there is no such file.
@@ -594,17 +535,15 @@ class _Forward:
         self.done_bytes, self.total_bytes = state.done_bytes, state.total_bytes
 
 
+@dataclass(slots=True)
 class _ToCheckpoint:
     """One rank's way through a conversion."""
 
-    def __init__(
-        self, group: RankGroup, file: TorchFile, shares: Shares, meter: Meter, phases: Phases
-    ) -> None:
-        self._group = group
-        self._file = file
-        self._shares = shares
-        self._meter = meter
-        self._phases = phases
+    _group: RankGroup
+    _file: TorchFile
+    _shares: Shares
+    _meter: Meter
+    _phases: Phases
 
     def run(
         self,
@@ -615,18 +554,13 @@ class _ToCheckpoint:
         overwrite: bool,
     ) -> ConvertResult:
         with self._phases.phase("plan"):
-            choice = self._choose(selection)
-            positions = {key: one.member.header_offset for key, one in self._file.storages.items()}
-            share = share_of(
-                choice.tensors,
-                positions,
-                rank=self._group.rank,
-                num_ranks=self._group.size,
-                max_item_bytes=self._shares.block_bytes,
+            choice = steps.each(
+                self._group, "choose the keys", lambda: choose(self._file, selection)
             )
+            share = share_of(choice, self._file, self._group, self._shares.block_bytes)
         ahead = ReadAhead(
             self._file,
-            share.boxes,
+            [box for _, box in share],
             budget_bytes=self._shares.read_bytes + 2 * self._shares.block_bytes,
             request_bytes=min(ReadConfig().request_bytes, self._shares.read_bytes // 4),
         )
@@ -656,9 +590,6 @@ class _ToCheckpoint:
                 progress=_Forward(self._meter),
             )
         return self._result(choice, saved, writer, ahead)
-
-    def _choose(self, selection: Selection) -> FileChoice:
-        return steps.each(self._group, "choose the keys", lambda: choose(self._file, selection))
 
     # --- what is no strided tensor ---------------------------------------------------------
 
@@ -697,14 +628,10 @@ class _ToCheckpoint:
             target=str(writer.checkpoint_id),
             num_tensors=len(places) + len(choice.opaques),
             num_values=len(choice.values),
-            tensor_bytes=sum(_num_bytes(one.place.sizes, one.dtype) for one in named.values()),
+            tensor_bytes=sum(prod(t.place.sizes) * t.dtype.itemsize for t in named.values()),
             objects=objects,
             skipped=choice.skipped,
             cast=choice.cast,
             fetched_bytes=fetched_bytes,
             seconds={**self._phases.seconds, **saved.seconds},
         )
-
-
-def _num_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
-    return torch.Size(sizes).numel() * dtype.itemsize
