@@ -250,65 +250,193 @@ class _Call(Generic[T]):
 _DECISION_OF = {"u": "d", "a": "e"}
 
 
-class Exchange:
-    """Runs the steps of one rank. One thread at a time.
+class _Done:
+    """A transfer of no bytes."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return at once."""
+
+
+class _Bounded:
+    """A transfer that a hung rank cannot keep from ending within the step it is part of."""
+
+    def __init__(self, pending: Pending, what: str, group: BoardGroup) -> None:
+        self._pending = pending
+        self._what = what
+        self._group = group
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the transfer is done."""
+        try:
+            self._pending.wait(self._group.bound_s(timeout_s))
+        except TimeoutError as error:
+            raise TimeoutError(f"{self._what}: {error}") from error
+        except ConnectionError as error:
+            raise ConnectionError(f"{self._what}: {error}") from error
+
+
+class BoardGroup(RankGroup):
+    """A group of ranks that share a board. One thread at a time.
 
     Args:
-        board: Shared by the group's ranks and used by this exchange alone.
-        group: Whose rank this is.
-        bulk: Carries what is too large for the board.
+        board: Shared by these ranks, for this group alone.
+        rank: This rank.
+        size: Number of ranks.
+        coordinator: The rank that reduces.
+        deadline_s: Seconds a step may take.
+        namespace: Tells this group from others that the same ranks form.
+        lane_maker: Opens lanes; None where there are none.
+        lanes: Lanes that an earlier group of the same ranks left open; this one owns them now.
+        bulk_bytes: Values larger than this go by lane.
         subject: What the steps are about; ranks with another subject are in another step.
         clock: Seconds that only grow.
+        give_back: Takes the lanes when the group closes, if they are well.
     """
 
     def __init__(
         self,
         board: Board,
-        group: RankGroup,
-        bulk: Bulk,
-        subject: str,
-        clock: Callable[[], float],
+        *,
+        rank: int,
+        size: int,
+        coordinator: int,
+        deadline_s: float,
+        namespace: str = "",
+        lane_maker: LaneMaker | None = None,
+        lanes: Lanes | None = None,
+        bulk_bytes: int = BULK_BYTES,
+        subject: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        give_back: Callable[[Lanes], None] = lambda lanes: lanes.close(),
     ) -> None:
+        super().__init__(rank, size, coordinator, deadline_s)
         self._board = board
-        self._rank = group.rank
-        self._size = group.size
-        self._coordinator = group.coordinator
-        self._leads = group.is_coordinator
-        self._bulk = bulk
+        self._has_lanes = lane_maker is not None
+        self._bulk = Bulk(
+            self, namespace=namespace, maker=lane_maker, lanes=lanes, bulk_bytes=bulk_bytes
+        )
         self._subject = subject
         self._clock = clock
+        self._give_back = give_back
         self._number = 0
         self._own_keys: list[str] = []
         self._open_steps: list[int] = []  # whose decisions somebody may still want
         self._had_failure = False
         self._current: _Call[Any] | None = None
+        self._is_closed = False
 
-    def run(
+    def exchange(
         self,
         step: str,
         produce: Callable[[], Blob],
         combine: Callable[[list[Blob]], Sequence[Blob]],
         consume: Callable[[Blob], T],
-        deadline_s: float,
+    ) -> T:
+        """Run one step; see `RankGroup.exchange`, and the module for its calls."""
+
+        def produce_or_hang_up() -> Blob:
+            try:
+                return produce()
+            except BaseException:
+                # Others may be waiting for bytes that this rank will never send or take.
+                if self._bulk.lanes is not None:
+                    self._bulk.lanes.close()
+                raise
+
+        return self._go_through(step, produce_or_hang_up, combine, consume)
+
+    def open_lanes(self) -> None:
+        """All ranks: make ready to carry bytes."""
+        if not self._has_lanes:
+            raise ConfigError("these ranks have no way to carry bytes but the board")
+        self._go_through("open lanes", bytes, lambda _: [b""], lambda _: None, opens_lanes=True)
+
+    def post_send(self, data: Buffer, to: int) -> Pending:
+        """Begin to send contiguous host bytes to another rank."""
+        lanes = self._lanes_to(to)
+        if not memoryview(data).nbytes:
+            return _Done()
+        return self._begin(lambda: lanes.send(data, to), f"sending to rank {to}")
+
+    def post_receive(self, into: Buffer, source: int) -> Pending:
+        """Begin to receive into contiguous, writable host bytes."""
+        lanes = self._lanes_to(source)
+        if not memoryview(into).nbytes:
+            return _Done()
+        return self._begin(lambda: lanes.receive(into, source), f"receiving from rank {source}")
+
+    def _lanes_to(self, peer: int) -> Lanes:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise self.no_peer(peer)
+        if self._bulk.lanes is None:
+            raise ConfigError("no lanes are open: all ranks call open_lanes() first")
+        return self._bulk.lanes
+
+    def _begin(self, begin: Callable[[], Pending], what: str) -> Pending:
+        try:
+            return _Bounded(begin(), what, self)
+        except ConnectionError as error:
+            raise ConnectionError(f"{what}: {error}") from error
+
+    def bound_s(self, timeout_s: float) -> float:
+        """Shorten a wait inside a step's function, so that its failure can still be told."""
+        call = self._current
+        return timeout_s if call is None else min(timeout_s, call.left_s() - call.grace_s)
+
+    def close(self) -> None:
+        """Give back what the group holds. Not collective, idempotent; waits for nobody."""
+        self._close(None)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._bulk.lanes is not None:
+            self._give_back(self._bulk.lanes)
+        with contextlib.suppress(BoardLostError):  # nobody is left to tell; its keys are gone too
+            self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End this rank's part; with an error, the others learn of it in their next step."""
+        board = self._board
+        if error is not None and not isinstance(error, RankFailures | BoardLostError):
+            cause = describe(error, during="left the group before this step, with ")
+            board.post(f"{self._number}/u/{self.rank}", Answer("", cause).encode())
+            board.count("left")
+        if not self._had_failure:  # or else somebody may still be reading who failed
+            board.drop(self._own_keys)
+        if board.count("closed") < self.size:
+            return
+        steps, ranks = [*self._open_steps, self._number], range(self.size)
+        keys = [f"{number}/{kind}" for number in steps for kind in "degp"]
+        if self._had_failure or board.count("left") > 1:
+            keys += [f"{number}/{kind}/{r}" for number in steps for kind in "uap" for r in ranks]
+        board.drop([*keys, "left", "closed"])
+
+    # --- the calls of one step, in order -------------------------------------------
+
+    def _go_through(
+        self,
+        step: str,
+        produce: Callable[[], Blob],
+        combine: Callable[[list[Blob]], Sequence[Blob]],
+        consume: Callable[[Blob], T],
         *,
         opens_lanes: bool = False,
     ) -> T:
-        """Run one step; see the module for its calls, `RankGroup.exchange` for the arguments.
-
-        Args:
-            step: Names the step in errors.
-            produce: Makes this rank's blob.
-            combine: Coordinator only.
-            consume: Turns this rank's part into the result.
-            deadline_s: Seconds from now until the step is over.
-            opens_lanes: Whether to leave lanes open among all ranks; the same on all.
-
-        Raises:
-            RankFailures: On every rank alike.
-        """
+        if self._is_closed:
+            raise ConfigError("the group is closed")
         label = f"{step} of {self._subject}" if self._subject else step
         functions = (produce, combine, consume, self._clock)
-        call = _Call(step, label, self._number, *functions, deadline_s, opens_lanes)
+        call = _Call(step, label, self._number, *functions, self.deadline_s, opens_lanes)
         self._number += 1
         self._open_steps.append(call.number)
         self._current = call
@@ -319,39 +447,15 @@ class Exchange:
         finally:
             self._current = None
 
-    def bound_s(self, timeout_s: float) -> float:
-        """Shorten a wait inside a step's function, so that its failure can still be told."""
-        call = self._current
-        return timeout_s if call is None else min(timeout_s, call.left_s() - call.grace_s)
-
-    def leave(self, error: BaseException | None = None) -> None:
-        """End this rank's part; with an error, the others learn of it in their next step."""
-        board = self._board
-        if error is not None and not isinstance(error, RankFailures | BoardLostError):
-            cause = describe(error, during="left the group before this step, with ")
-            board.post(f"{self._number}/u/{self._rank}", Answer("", cause).encode())
-            board.count("left")
-        if not self._had_failure:  # or else somebody may still be reading who failed
-            board.drop(self._own_keys)
-        if board.count("closed") < self._size:
-            return
-        steps, ranks = [*self._open_steps, self._number], range(self._size)
-        keys = [f"{number}/{kind}" for number in steps for kind in "degp"]
-        if self._had_failure or board.count("left") > 1:
-            keys += [f"{number}/{kind}/{r}" for number in steps for kind in "uap" for r in ranks]
-        board.drop([*keys, "left", "closed"])
-
-    # --- the calls of one step, in order -------------------------------------------
-
     def _run(self, call: _Call[T]) -> T:
         try:
             blob, cause = self._produce(call)
-            parts = self._lead(call, blob) if self._leads else ()
+            parts = self._lead(call, blob) if self.is_coordinator else ()
             decision = self._read_start(call, blob)
             self._forget_earlier(call, decision)
             self._stop_if_failed(call, decision, cause)
             result, cause = self._consume(call, decision, parts)
-            if self._leads:
+            if self.is_coordinator:
                 self._conclude(call)
             self._stop_if_failed(call, self._await(call, "a"), cause)
         except BoardLostError:
@@ -375,7 +479,7 @@ class Exchange:
         except BaseException as error:  # noqa: BLE001 - a rank's boundary: raised on every rank
             return b"", self._report(call, "u", error)
         size = self._bulk.size_by_lane(blob)
-        if self._leads:
+        if self.is_coordinator:
             answer = Answer(call.label, lanes=held)
         elif size:
             answer = Answer(call.label, bulk_bytes=size, lanes=held)
@@ -398,8 +502,8 @@ class Exchange:
             for rank, blob in self._bulk.pull(order, sizes, call.left_s).items():
                 blobs[rank] = blob
         parts = call.combine(blobs)
-        if len(parts) not in (1, self._size):
-            raise ValueError(f"{len(parts)} parts were made for {self._size} ranks")
+        if len(parts) not in (1, self.size):
+            raise ValueError(f"{len(parts)} parts were made for {self.size} ranks")
         self._hand_out(call, parts, order)
         return parts
 
@@ -409,7 +513,7 @@ class Exchange:
         sizes = tuple(self._bulk.size_by_lane(part) for part in parts)
         posted: list[str] = []
         for rank, part in enumerate(parts):
-            if not sizes[rank] and (is_shared or rank != self._rank):
+            if not sizes[rank] and (is_shared or rank != self.rank):
                 self._board.post(key := call.key("p", None if is_shared else rank), part)
                 posted.append(key)
         decision = Decision(
@@ -425,7 +529,9 @@ class Exchange:
     def _read_start(self, call: _Call[T], own: Blob) -> Decision:
         """Call 5's wait for the first decision, sending this rank's value if told to."""
         go = call.key("g")
-        if not self._leads and not self._board.wait([call.key("d")], call.left_s(), unless=go):
+        if not self.is_coordinator and not self._board.wait(
+            [call.key("d")], call.left_s(), unless=go
+        ):
             told = self._board.fetch([go]).get(go)
             order = None if told is None else Decision.decode(told).order
             if order is not None:
@@ -440,7 +546,7 @@ class Exchange:
         self._open_steps = [call.number]
         self._board.drop(self._own_keys[:-1])
         self._own_keys = self._own_keys[-1:]
-        if self._leads:
+        if self.is_coordinator:
             self._board.drop([f"{number}/{kind}" for number in earlier for kind in "degp"])
 
     def _consume(
@@ -460,9 +566,9 @@ class Exchange:
         blob = self._bulk.distribute(decision, parts, lambda: call.left_s("a"))
         if blob is not None:
             return blob
-        if self._leads:
-            return parts[0 if decision.is_shared else self._rank]
-        key = call.key("p", None if decision.is_shared else self._rank)
+        if self.is_coordinator:
+            return parts[0 if decision.is_shared else self.rank]
+        key = call.key("p", None if decision.is_shared else self.rank)
         if not decision.is_shared:
             self._own_keys.append(key)
         return self._board.fetch([key])[key]
@@ -475,7 +581,7 @@ class Exchange:
     # --- answers and decisions -----------------------------------------------------
 
     def _answer(self, call: _Call[T], kind: str, answer: Answer) -> None:
-        self._own_keys.append(call.key(kind, self._rank))
+        self._own_keys.append(call.key(kind, self.rank))
         self._board.post(self._own_keys[-1], answer.encode())
 
     def _report(self, call: _Call[T], kind: str, error: BaseException) -> Exception:
@@ -488,7 +594,7 @@ class Exchange:
         if isinstance(error, Exception):
             return error
         call.is_reported = True
-        if self._leads:
+        if self.is_coordinator:
             _, decision = self._collect(call, kind, call.grace_s)
             heard = {r: c for r, c in decision.failures.items() if c.text != _SILENT}
             decision = Decision.failed(heard, is_complete=decision.is_complete)
@@ -499,13 +605,13 @@ class Exchange:
         self, call: _Call[T], kind: str, timeout_s: float
     ) -> tuple[list[Answer], Decision]:
         """Wait for all answers, or for a decision without them; see `_judge`."""
-        keys = [call.key(kind, rank) for rank in range(self._size)]
+        keys = [call.key(kind, rank) for rank in range(self.size)]
         self._board.wait(keys, timeout_s, unless=call.key(_DECISION_OF[kind]))
         return self._judge(call, kind)
 
     def _judge(self, call: _Call[T], kind: str) -> tuple[list[Answer], Decision]:
         """Read the answers and say what they come to. The answers are by rank if all is well."""
-        posted = self._board.fetch(keys := [call.key(kind, rank) for rank in range(self._size)])
+        posted = self._board.fetch(keys := [call.key(kind, rank) for rank in range(self.size)])
         answers: list[Answer] = []
         failures: dict[int, Cause] = {}
         for rank, key in enumerate(keys):
@@ -517,9 +623,9 @@ class Exchange:
             if answer.cause is not None:
                 failures[rank] = answer.cause
             elif answer.step != call.label:
-                text = f"is in step {answer.step!r}, rank {self._rank} in {call.label!r}"
+                text = f"is in step {answer.step!r}, rank {self.rank} in {call.label!r}"
                 failures[rank] = Cause(f"{text}: ranks must run the same steps in one order")
-        return answers, Decision.failed(failures, is_complete=len(answers) == self._size)
+        return answers, Decision.failed(failures, is_complete=len(answers) == self.size)
 
     def _await(self, call: _Call[T], kind: str) -> Decision:
         """Read a decision; if none comes in time, make one with what answers there are."""
@@ -528,14 +634,14 @@ class Exchange:
             return Decision.decode(self._board.fetch([name])[name])
         _, decision = self._judge(call, kind)
         if decision.is_complete:
-            failures = {self._coordinator: Cause(_UNDECIDED), **decision.failures}
+            failures = {self.coordinator: Cause(_UNDECIDED), **decision.failures}
             decision = Decision.failed(failures, is_complete=True)
         return Decision.decode(self._board.settle(name, decision.encode()))
 
     def _veto(self, call: _Call[T], error: BaseException) -> Decision:
         """Fail the step for everybody, in whichever of its decisions is still open."""
         decision = Decision()
-        mine = Decision.failed({self._rank: describe(error)}).encode()
+        mine = Decision.failed({self.rank: describe(error)}).encode()
         for kind in "de":
             try:
                 decision = Decision.decode(self._board.settle(call.key(kind), mine))
@@ -549,163 +655,3 @@ class Exchange:
         if decision.is_failed:
             call.is_reported = True
             raise decision.error(call.name) from cause
-
-
-class _Done:
-    """A transfer of no bytes."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Return at once."""
-
-
-class _Bounded:
-    """A transfer that a hung rank cannot keep from ending within the step it is part of."""
-
-    def __init__(self, pending: Pending, what: str, exchange: Exchange) -> None:
-        self._pending = pending
-        self._what = what
-        self._exchange = exchange
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the transfer is done."""
-        try:
-            self._pending.wait(self._exchange.bound_s(timeout_s))
-        except TimeoutError as error:
-            raise TimeoutError(f"{self._what}: {error}") from error
-        except ConnectionError as error:
-            raise ConnectionError(f"{self._what}: {error}") from error
-
-
-class BoardGroup(RankGroup):
-    """A group of ranks that share a board.
-
-    Args:
-        board: Shared by these ranks, for this group alone.
-        rank: This rank.
-        size: Number of ranks.
-        coordinator: The rank that reduces.
-        deadline_s: Seconds a step may take where its caller says nothing else.
-        namespace: Tells this group from others that the same ranks form.
-        lane_maker: Opens lanes; None where there are none.
-        lanes: Lanes that an earlier group of the same ranks left open; this one owns them now.
-        bulk_bytes: Values larger than this go by lane.
-        subject: See `open_group`.
-        clock: Seconds that only grow.
-        give_back: Takes the lanes when the group closes, if they are well.
-    """
-
-    def __init__(
-        self,
-        board: Board,
-        *,
-        rank: int,
-        size: int,
-        coordinator: int,
-        deadline_s: float,
-        namespace: str = "",
-        lane_maker: LaneMaker | None = None,
-        lanes: Lanes | None = None,
-        bulk_bytes: int = BULK_BYTES,
-        subject: str = "",
-        clock: Callable[[], float] = time.monotonic,
-        give_back: Callable[[Lanes], None] = lambda lanes: lanes.close(),
-    ) -> None:
-        super().__init__(rank, size, coordinator, deadline_s)
-        self._has_lanes = lane_maker is not None
-        self._give_back = give_back
-        self._bulk = Bulk(
-            self,
-            namespace=namespace,
-            maker=lane_maker,
-            lanes=lanes,
-            bulk_bytes=bulk_bytes,
-        )
-        self._exchange = Exchange(board, self, self._bulk, subject, clock)
-        self._is_closed = False
-
-    def exchange(
-        self,
-        step: str,
-        produce: Callable[[], Blob],
-        combine: Callable[[list[Blob]], Sequence[Blob]],
-        consume: Callable[[Blob], T],
-    ) -> T:
-        """Run one step; see `RankGroup.exchange`."""
-        limit_s = self._limit_s()
-
-        def produce_or_hang_up() -> Blob:
-            try:
-                return produce()
-            except BaseException:
-                # Others may be waiting for bytes that this rank will never send or take.
-                if self._bulk.lanes is not None:
-                    self._bulk.lanes.close()
-                raise
-
-        return self._exchange.run(step, produce_or_hang_up, combine, consume, limit_s)
-
-    def open_lanes(self) -> None:
-        """All ranks: make ready to carry bytes."""
-        if not self._has_lanes:
-            raise ConfigError("these ranks have no way to carry bytes but the board")
-        self._exchange.run(
-            "open lanes",
-            bytes,
-            lambda _: [b""],
-            lambda _: None,
-            self._limit_s(),
-            opens_lanes=True,
-        )
-
-    def post_send(self, data: Buffer, to: int) -> Pending:
-        """Begin to send contiguous host bytes to another rank."""
-        lanes = self._lanes_to(to)
-        if not memoryview(data).nbytes:
-            return _Done()
-        return self._begin(lambda: lanes.send(data, to), f"sending to rank {to}")
-
-    def post_receive(self, into: Buffer, source: int) -> Pending:
-        """Begin to receive into contiguous, writable host bytes."""
-        lanes = self._lanes_to(source)
-        if not memoryview(into).nbytes:
-            return _Done()
-        return self._begin(lambda: lanes.receive(into, source), f"receiving from rank {source}")
-
-    def _begin(self, begin: Callable[[], Pending], what: str) -> Pending:
-        try:
-            return _Bounded(begin(), what, self._exchange)
-        except ConnectionError as error:
-            raise ConnectionError(f"{what}: {error}") from error
-
-    def close(self) -> None:
-        """Give back what the group holds. Not collective, idempotent; waits for nobody."""
-        self._close(None)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close(error)
-
-    def _close(self, error: BaseException | None) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._bulk.lanes is not None:
-            self._give_back(self._bulk.lanes)
-        with contextlib.suppress(BoardLostError):  # nobody is left to tell; its keys are gone too
-            self._exchange.leave(error)
-
-    def _lanes_to(self, peer: int) -> Lanes:
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise self.no_peer(peer)
-        if self._bulk.lanes is None:
-            raise ConfigError("no lanes are open: all ranks call open_lanes() first")
-        return self._bulk.lanes
-
-    def _limit_s(self) -> float:
-        if self._is_closed:
-            raise ConfigError("the group is closed")
-        return self.deadline_s

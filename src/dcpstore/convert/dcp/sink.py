@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -75,9 +75,15 @@ class SinkEntry:
     sizes: tuple[int, ...] = ()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor as written."""
+        assert self.properties is not None, "a value has no dtype"
+        return self.properties.dtype
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensor's elements; 0 for a value."""
-        return 0 if self.properties is None else prod(self.sizes) * self.properties.dtype.itemsize
+        return 0 if self.properties is None else prod(self.sizes) * self.dtype.itemsize
 
 
 def write_checkpoint(
@@ -135,21 +141,20 @@ def write_checkpoint(
         num_values=len(entries) - len(tensors),
         tensor_bytes=sum(entry.num_bytes for entry in tensors),
         objects=objects,
-        cast=_casts(checkpoint, tensors),
+        cast=casts_of(checkpoint, tensors),
         fetched_bytes=fetched_bytes,
         seconds=phases.seconds,
     )
 
 
-def _casts(checkpoint: Checkpoint, tensors: Sequence[SinkEntry]) -> dict[str, tuple[str, str]]:
+def casts_of(checkpoint: Checkpoint, tensors: Iterable[SinkEntry]) -> dict[str, tuple[str, str]]:
+    """Return the names of the old and the new dtype of each source key that is converted."""
     known = checkpoint.tensors
-    casts = {}
-    for entry in tensors:
-        assert entry.properties is not None
-        saved = known[entry.fqn].properties.dtype
-        if saved != entry.properties.dtype:
-            casts[entry.fqn] = (dtype_name(saved), dtype_name(entry.properties.dtype))
-    return casts
+    return {
+        one.fqn: (dtype_name(saved), dtype_name(one.dtype))
+        for one in tensors
+        if (saved := known[one.fqn].properties.dtype) != one.dtype
+    }
 
 
 def _objects_of(
@@ -240,7 +245,7 @@ class _BlockPlanner(StreamingPlanner):
     def _plan(self, entry: SinkEntry) -> list[Block]:
         if entry.properties is None:
             return [plan_value(self._checkpoint, entry.fqn)]
-        return plan_blocks(self._checkpoint, entry.fqn, entry.properties.dtype, self._block_bytes)
+        return plan_blocks(self._checkpoint, entry.fqn, entry.dtype, self._block_bytes)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         blocks = [self._blocks[_key(item)] for item in new_plan.items]

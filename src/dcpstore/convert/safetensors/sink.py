@@ -30,7 +30,9 @@ from math import prod
 from typing import Literal
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
+from dcpstore.convert.dcp.sink import SinkEntry, casts_of
 from dcpstore.convert.dcp.source import Block, Content, plan_blocks, read_blocks
 from dcpstore.convert.output import (
     Outputs,
@@ -63,32 +65,6 @@ SINGLE_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class OutTensor:
-    """A tensor to be written.
-
-    Attributes:
-        fqn: Key in the source.
-        name: Name in the file.
-        dtype: As written.
-        sizes: Shape in elements.
-    """
-
-    fqn: str
-    name: str
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return prod(self.sizes) * self.dtype.itemsize
-
-    def is_like(self, other: OutTensor) -> bool:
-        """Tell whether another has the same dtype and shape."""
-        return (self.dtype, self.sizes) == (other.dtype, other.sizes)
-
-
-@dataclass(frozen=True, slots=True)
 class FilePlan:
     """One file.
 
@@ -100,7 +76,7 @@ class FilePlan:
 
     key: str
     layout: FileLayout
-    tensors: Mapping[str, OutTensor]
+    tensors: Mapping[str, SinkEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +97,7 @@ class FolderPlan:
         return (*(file.key for file in self.files), *([INDEX_FILE] if self.index else []))
 
 
-@dataclass(slots=True)
-class _Bin:
-    tensors: list[OutTensor] = field(default_factory=list)
-    num_bytes: int = 0
-
-
-def check_formats(tensors: Iterable[OutTensor]) -> None:
+def check_formats(tensors: Iterable[SinkEntry]) -> None:
     """Check that the format can hold every tensor.
 
     Raises:
@@ -144,13 +114,13 @@ def check_formats(tensors: Iterable[OutTensor]) -> None:
         )
 
 
-def _fits(tensor: OutTensor) -> bool:
+def _fits(tensor: SinkEntry) -> bool:
     is_pair = tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None)
     return file_dtype(dtype_name(tensor.dtype)) is not None and not (is_pair and not tensor.sizes)
 
 
 def plan_folder(
-    tensors: Sequence[OutTensor], max_shard_bytes: int, about: Mapping[str, str]
+    tensors: Sequence[SinkEntry], max_shard_bytes: int, about: Mapping[str, str]
 ) -> FolderPlan:
     """Plan the files of a folder.
 
@@ -166,14 +136,14 @@ def plan_folder(
         raise ConfigError(f"max_shard_bytes={max_shard_bytes} must be at least 1")
     bins = _fill(tensors, max_shard_bytes)
     count = len(bins)
-    files = tuple(
-        _plan_file(_file_name(number, count), one.tensors, about)
-        for number, one in enumerate(bins, 1)
-    )
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = [SINGLE_FILE]
+    files = tuple(_plan_file(*one, about) for one in zip(names, bins, strict=True))
     if count == 1:
         return FolderPlan(files)
     weight_map = {name: file.key for file in files for name in file.tensors}
-    total = sum(one.num_bytes for one in bins)
+    total = sum(tensor.num_bytes for tensor in tensors)
     index = {
         "metadata": {"total_size": total},
         "weight_map": {tensor.name: weight_map[tensor.name] for tensor in tensors},
@@ -181,29 +151,26 @@ def plan_folder(
     return FolderPlan(files, json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
-def _fill(tensors: Sequence[OutTensor], max_bytes: int) -> list[_Bin]:
-    """Fill bins in order; a tensor larger than a bin does not end the one before it."""
-    bins: list[_Bin] = []
-    current = _Bin()
+def _fill(tensors: Sequence[SinkEntry], max_bytes: int) -> list[list[SinkEntry]]:
+    """Fill files in order; a tensor larger than a file does not end the one before it."""
+    bins: list[list[SinkEntry]] = []
+    current: list[SinkEntry] = []
+    held_bytes = 0
     for tensor in tensors:
         if tensor.num_bytes > max_bytes:
-            bins.append(_Bin([tensor], tensor.num_bytes))
+            bins.append([tensor])
             continue
-        if current.tensors and current.num_bytes + tensor.num_bytes > max_bytes:
+        if current and held_bytes + tensor.num_bytes > max_bytes:
             bins.append(current)
-            current = _Bin()
-        current.tensors.append(tensor)
-        current.num_bytes += tensor.num_bytes
-    if current.tensors or not bins:
+            current, held_bytes = [], 0
+        current.append(tensor)
+        held_bytes += tensor.num_bytes
+    if current or not bins:
         bins.append(current)
     return bins
 
 
-def _file_name(number: int, count: int) -> str:
-    return SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-
-
-def _plan_file(key: str, tensors: Sequence[OutTensor], about: Mapping[str, str]) -> FilePlan:
+def _plan_file(key: str, tensors: Sequence[SinkEntry], about: Mapping[str, str]) -> FilePlan:
     try:
         layout = plan_file({t.name: (dtype_name(t.dtype), t.sizes) for t in tensors}, about)
     except ValueError as error:
@@ -234,7 +201,7 @@ class Choice:
         cast: Key of the source, and the names of its old and its new dtype.
     """
 
-    tensors: tuple[OutTensor, ...]
+    tensors: tuple[SinkEntry, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -281,15 +248,11 @@ def choose_tensors(
         aliases,
         {"format": "pt", **{names[fqn]: names[other] for fqn, other in aliases.items()}},
         skipped,
-        {
-            one.fqn: (dtype_name(saved), dtype_name(one.dtype))
-            for one in kept
-            if (saved := entries[one.fqn].properties.dtype) != one.dtype
-        },
+        casts_of(checkpoint, kept),
     )
 
 
-def _out_tensor(checkpoint: Checkpoint, fqn: str, name: str, selection: Selection) -> OutTensor:
+def _out_tensor(checkpoint: Checkpoint, fqn: str, name: str, selection: Selection) -> SinkEntry:
     if checkpoint.is_opaque(fqn):
         kind = checkpoint.tensors[fqn].properties
         raise IncompatibleError(
@@ -297,11 +260,12 @@ def _out_tensor(checkpoint: Checkpoint, fqn: str, name: str, selection: Selectio
             f" ({kind.layout}): safetensors files cannot hold it. Leave it out with exclude=[...]"
         )
     entry = checkpoint.tensors[fqn]
-    return OutTensor(fqn, name, selection.dtype_of(fqn, entry.properties.dtype), tuple(entry.size))
+    properties = TensorProperties(dtype=selection.dtype_of(fqn, entry.properties.dtype))
+    return SinkEntry(name, fqn, (name,), properties, tuple(entry.size))
 
 
 def _find_aliases(
-    checkpoint: Checkpoint, tensors: list[OutTensor], tied: Mapping[str, str]
+    checkpoint: Checkpoint, tensors: list[SinkEntry], tied: Mapping[str, str]
 ) -> dict[str, str]:
     """Return which keys are not written, and which key each of them equals."""
     by_fqn = {one.fqn: one for one in tensors}
@@ -309,7 +273,8 @@ def _find_aliases(
         for fqn in (alias, kept):
             if fqn not in by_fqn:
                 raise ConfigError(f"tied: {fqn!r} is no tensor among the chosen keys")
-        alike = by_fqn[alias].is_like(by_fqn[kept])
+        absent, whole = by_fqn[alias], by_fqn[kept]
+        alike = (absent.dtype, absent.sizes) == (whole.dtype, whole.sizes)
         if kept in tied or not alike:
             raise ConfigError(
                 f"tied: {alias!r} cannot stand for {kept!r}:"
@@ -326,7 +291,7 @@ def _find_aliases(
     return aliases
 
 
-def _place(checkpoint: Checkpoint, tensor: OutTensor) -> object | None:
+def _place(checkpoint: Checkpoint, tensor: SinkEntry) -> object | None:
     """Return what is the same for two keys that share the same stored bytes; None if empty."""
     items = checkpoint.items_of(tensor.fqn)
     if not tensor.num_bytes:
