@@ -13,7 +13,7 @@ from compat_states import QUIET, CtrlC, assert_same, blank, full_state, load, pa
 import dcpstore
 from dcpstore import AlreadyExistsError, ConfigError, CorruptError, NotFoundError, RankFailures
 from dcpstore.convert import dcp_to_dcp
-from dcpstore.convert.dcp.mirror import (
+from dcpstore.convert.dcp.copy import (
     MirrorOfOurs,
     MirrorOfStock,
     ObjectCheck,

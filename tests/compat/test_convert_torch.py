@@ -24,13 +24,13 @@ from torch_states import assert_same_file, shared, torch_state
 import dcpstore
 from dcpstore import errors
 from dcpstore.convert import dcp_to_torch_save, torch_save_to_dcp
-from dcpstore.convert.torch.layout import (
+from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
+from dcpstore.convert.torch.structure import (
     LAYOUT_KEY,
     Layout,
     encode_layout,
     open_structure,
 )
-from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
 from dcpstore.format.zip import TorchZipWriter
 from dcpstore.plan import SavePlanner
 from dcpstore.read.torch_file import open_torch_file

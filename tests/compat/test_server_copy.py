@@ -14,7 +14,7 @@ from compat_states import QUIET, assert_same, blank, pattern
 import dcpstore
 from dcpstore import AlreadyExistsError, CorruptError, RankFailures, StoreError
 from dcpstore.convert import dcp_to_dcp
-from dcpstore.convert.dcp.mirror import (
+from dcpstore.convert.dcp.copy import (
     CopyTask,
     MirrorOfOurs,
     MirrorOfStock,

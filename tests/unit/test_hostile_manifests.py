@@ -19,7 +19,7 @@ from hostile_manifests import changed, every_change, reseal
 import dcpstore
 from dcpstore.cli.output import ExitCode
 from dcpstore.config import ReadConfig
-from dcpstore.convert.torch.layout import _PREFIX, Layout, decode_layout, encode_layout
+from dcpstore.convert.torch.structure import _PREFIX, Layout, decode_layout, encode_layout
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
 from dcpstore.format.manifest import decode
 from dcpstore.read.discovery import discover

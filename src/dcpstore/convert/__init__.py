@@ -41,7 +41,7 @@ from dcpstore.convert.selection import ConvertResult
 
 if TYPE_CHECKING:
     from dcpstore.convert.dcp.copy import dcp_to_dcp
-    from dcpstore.convert.safetensors.convert import dcp_to_safetensors, safetensors_to_dcp
+    from dcpstore.convert.safetensors import dcp_to_safetensors, safetensors_to_dcp
     from dcpstore.convert.torch.from_dcp import dcp_to_torch_save
     from dcpstore.convert.torch.to_dcp import torch_save_to_dcp
 
@@ -58,8 +58,8 @@ _LAZY = {
     "dcp_to_dcp": "dcpstore.convert.dcp.copy",
     "dcp_to_torch_save": "dcpstore.convert.torch.from_dcp",
     "torch_save_to_dcp": "dcpstore.convert.torch.to_dcp",
-    "dcp_to_safetensors": "dcpstore.convert.safetensors.convert",
-    "safetensors_to_dcp": "dcpstore.convert.safetensors.convert",
+    "dcp_to_safetensors": "dcpstore.convert.safetensors",
+    "safetensors_to_dcp": "dcpstore.convert.safetensors",
 }
 
 

@@ -1,32 +1,680 @@
-"""`dcp_to_dcp`: a checkpoint from one place to another, as it is or written anew."""
+"""`dcp_to_dcp`: a checkpoint from one place to another, as it is or written anew.
+
+As it is, the bytes of its data objects do not change. A checkpoint of ours goes through our own
+commit protocol, so its objects get fresh names and the new metadata name them; a checkpoint by a
+stock writer keeps all names, and its ``.metadata`` is put last, as it was. All ranks:
+
+1. (coordinator) look whether a checkpoint lies at the target, and plan the objects
+2. copy a share of the objects each, by the provider or through this process
+3. read each copy back, and compare it
+4. (coordinator) seal
+
+Through this process, ranges of all objects are fetched ahead, across the ends of objects, so that
+many small ones cost no more waiting than a large one::
+
+    requests   | a[0:4M] a[4M:8M] b[0:1M] c[0:4M] ... |   in flight, bounded by the budget
+    caller     | a[0:4M] -> part of a | a[4M:8M] -> ...    in order, checksummed on the way
+
+By the provider no byte passes here. What proves such a copy are the checksums of the checkpoint
+itself: the copy is read back and every block compared. Bytes of which there is no checksum (the
+framing of records; all of a stock checkpoint) are compared with the source's::
+
+    source   .....[framing]...............[framing]....    read: the framing alone
+    copy     [item          ][framing][item        ][..    read: all, against the manifest
+                                                           and against the framing
+
+Where the provider refuses, once, the rest passes through this process. A checkpoint that changes
+on the way is written anew (see `dcpstore.convert.dcp.sink`).
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
-from dcpstore.config import WriteConfig
-from dcpstore.convert.dcp.mirror import Mirror, MirrorOfOurs, MirrorOfStock, Transfer, mirror
+from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.convert.dcp.sink import SinkEntry, write_checkpoint
-from dcpstore.convert.dcp.source import open_source
-from dcpstore.convert.output import share_budget
+from dcpstore.convert.dcp.source import open_source, own_run
+from dcpstore.convert.output import (
+    Outputs,
+    Shares,
+    is_surely_unpublished,
+    put_file,
+    reject_existing,
+    share_budget,
+)
 from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
-from dcpstore.errors import ConfigError
-from dcpstore.format.manifest import Path
+from dcpstore.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    RankFailures,
+    StoreError,
+)
+from dcpstore.format.checksum import BlockChecksummer, crc32c
+from dcpstore.format.keys import METADATA_KEY, data_key, save_id_of
+from dcpstore.format.manifest import DataObject, Path, StoredItem
 from dcpstore.format.metadata import planner_paths_of
 from dcpstore.plan.rules import Rename
-from dcpstore.ranks import RankGroup
+from dcpstore.ranks import RankGroup, steps
 from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import Checkpoint
-from dcpstore.report import Phases, ProgressCallback, show_progress
+from dcpstore.read.pump import Pump
+from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
+from dcpstore.store.base import Store, server_copier
+from dcpstore.store.budget import bytes_in_flight
 from dcpstore.store.folder import Folder
+from dcpstore.store.ranges import ByteRange, cut, join
+from dcpstore.write.commit import Proof, probe, sweep
+from dcpstore.write.job import Written
 from dcpstore.write.writer import ObjectStoreWriter
+
+_JOIN_BYTES = 1 << 20  # reading as much for nothing costs less than a request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyTask:
+    """One object to copy.
+
+    Attributes:
+        source_key: Its key in the source.
+        key: Its key in the target.
+        size_bytes: Its length.
+        items: What lies in it, as far as the manifest has checksums.
+    """
+
+    source_key: str
+    key: str
+    size_bytes: int
+    items: tuple[StoredItem, ...] = ()
+
+    def unproven(self) -> list[ByteRange]:
+        """Return the ranges that hold every byte of which no item has a checksum."""
+        proven = join(item.payload for item in self.items)
+        edges = [0, *(edge for span in proven for edge in span), self.size_bytes]
+        gaps = map(ByteRange, edges[::2], edges[1::2])
+        return join(gaps, max_gap_bytes=_JOIN_BYTES)
+
+
+@dataclass(slots=True)
+class _Running:
+    item: StoredItem
+    checksummer: BlockChecksummer
+
+
+@dataclass(slots=True)
+class ObjectCheck:
+    """Checks the bytes of one object as they pass, front to back.
+
+    Attributes:
+        where: The object's URL, for messages.
+        key: The object.
+        items: Its items that have checksums.
+        spans: Which bytes `crc32c` is of, in ascending order; all of them where None.
+        crc32c: Of the bytes so far.
+    """
+
+    where: str
+    key: str
+    items: Sequence[StoredItem]
+    spans: Sequence[ByteRange] | None = None
+    crc32c: int = 0
+    _at: int = 0
+    _waiting: deque[StoredItem] = field(default_factory=deque)
+    _running: list[_Running] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        held = [item for item in self.items if item.payload.num_bytes]
+        self._waiting.extend(sorted(held, key=lambda item: item.payload))
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes.
+
+        Raises:
+            CorruptError: If an item that ended in them is not what was saved.
+        """
+        end = self._at + len(data)
+        for start, stop in [(self._at, end)] if self.spans is None else self.spans:
+            if start < end and stop > self._at:
+                first, last = max(start, self._at), min(stop, end)
+                self.crc32c = crc32c(data[first - self._at : last - self._at], self.crc32c)
+        while self._waiting and self._waiting[0].payload.start < end:
+            item = self._waiting.popleft()
+            self._running.append(_Running(item, BlockChecksummer(item.block_bytes)))
+        for running in self._running:
+            span = running.item.payload
+            first, last = max(span.start, self._at), min(span.end, end)
+            running.checksummer.update(data[first - self._at : last - self._at])
+            if span.end <= end:
+                self._compare(running)
+        self._running = [one for one in self._running if one.item.payload.end > end]
+        self._at = end
+
+    def _compare(self, running: _Running) -> None:
+        item, found = running.item, running.checksummer.finish()
+        assert item.checksums is not None
+        if np.array_equal(found, item.checksums):
+            return
+        bad = int(np.argmax(found != item.checksums)) if len(found) == len(item.checksums) else 0
+        start = item.payload.start + bad * item.block_bytes
+        end = min(start + item.block_bytes, item.payload.end)
+        raise CorruptError(
+            f"{self.where}: object {self.key}, bytes [{start}, {end}) are not the bytes that were"
+            " saved (CRC32C differs)",
+            key=self.key,
+            start=start,
+            end=end,
+        )
+
+
+@contextmanager
+def pass_through(
+    store: Store, objects: Iterable[tuple[str, int]], config: ReadConfig
+) -> Iterator[Iterator[memoryview]]:
+    """Give an iterator over the bytes of objects, each front to back, fetched ahead.
+
+    Args:
+        store: Where they lie.
+        objects: Key and size of each.
+        config: Half of its budget is asked for at a time.
+
+    Raises:
+        NotFoundError: If an object is gone.
+        CorruptError: If one is shorter than its size.
+    """
+    ranges = ((key, ByteRange(0, size_bytes)) for key, size_bytes in objects)
+    with pass_ranges(store, ranges, config) as pieces:
+        yield pieces
+
+
+@contextmanager
+def pass_ranges(
+    store: Store, ranges: Iterable[tuple[str, ByteRange]], config: ReadConfig
+) -> Iterator[Iterator[memoryview]]:
+    """As `pass_through`, of ranges of objects."""
+    requests = (
+        (span.num_bytes, partial(store.get_range, key, *span))
+        for key, whole in ranges
+        for span in cut(whole, config.request_bytes)
+    )
+    with Pump(config.max_requests, "dcpstore-pass") as pump:
+        yield pump.in_order(requests, bytes_in_flight(config.budget_bytes))
+
+
+logger = logging.getLogger(__name__)
+
+_SERVER_COPIES = 8  # objects at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Between what objects are copied, and how.
+
+    Attributes:
+        source: Rooted at the source's folder.
+        target: Rooted at the target's folder.
+        shares: Of the memory.
+        meter: Counts the bytes copied.
+        overwrite: Replace objects that exist.
+        verify: Read every copy back; else only their sizes are compared.
+    """
+
+    source: Store
+    target: Store
+    shares: Shares
+    meter: Meter
+    overwrite: bool
+    verify: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What one rank copied.
+
+    Attributes:
+        stored: Each object by its new key.
+        crcs: CRC32C of the bytes that came from the source, of objects that passed here.
+        by_server: Keys of the objects that did not.
+        fetched_bytes: Bytes asked of the source.
+    """
+
+    stored: Mapping[str, DataObject]
+    crcs: Mapping[str, int]
+    by_server: frozenset[str]
+    fetched_bytes: int
+
+
+def copy_objects(transfer: Transfer, tasks: Sequence[CopyTask]) -> Copied:
+    """Copy objects. After an error, none that this call created is left.
+
+    Raises:
+        AlreadyExistsError: If one is in the way and may not be replaced.
+        CorruptError: If bytes that pass are not those that were saved.
+        StoreError: If either store fails.
+    """
+    transfer.meter.expect(sum(task.size_bytes for task in tasks))
+    by_server = _copy_by_server(transfer, tasks)
+    rest = [task for task in tasks if task.key not in by_server]
+    try:
+        stored, crcs = _copy_through(transfer, rest)
+    except BaseException:
+        _take_back(transfer, by_server)
+        raise
+    return Copied(
+        {**by_server, **stored},
+        crcs,
+        frozenset(by_server),
+        sum(task.size_bytes for task in rest),
+    )
+
+
+def _copy_by_server(transfer: Transfer, tasks: Sequence[CopyTask]) -> dict[str, DataObject]:
+    """Let the provider copy what it can and will; returns what it did."""
+    copy = server_copier(transfer.source, transfer.target)
+    if copy is None or not tasks:
+        return {}
+    copies = _ServerCopies(transfer, copy)
+    try:
+        with ThreadPoolExecutor(_SERVER_COPIES, "dcpstore-copy") as executor:
+            list(executor.map(copies.copy, tasks))  # an error cancels those that have not begun
+    except BaseException:
+        _take_back(transfer, copies.made)
+        raise
+    return {key: one for key, one in copies.made.items() if one is not None}
+
+
+class _ServerCopies:
+    """Objects being copied by the provider, until it refuses. `copy` is thread-safe."""
+
+    def __init__(self, transfer: Transfer, copy: Callable[..., None]) -> None:
+        self._transfer = transfer
+        self._copy = copy
+        self._lock = threading.Lock()
+        self._is_refused = False
+        self.made: dict[str, DataObject | None] = {}
+
+    def copy(self, task: CopyTask) -> None:
+        if self._is_refused:
+            return
+        transfer = self._transfer
+        if not transfer.overwrite:
+            reject_existing(transfer.target, task.key)
+        try:
+            self._copy(
+                task.source_key,
+                task.key,
+                size_bytes=task.size_bytes,
+                mode="overwrite" if transfer.overwrite else "create",
+            )
+        except (AlreadyExistsError, ConflictError):
+            raise
+        except CheckpointError as error:
+            if isinstance(error, StoreError) and error.retryable:
+                raise
+            self._note_refusal(error)
+            return
+        self.made[task.key] = None
+        found = transfer.target.head(task.key)
+        _check_size(transfer, task, found.size_bytes)
+        self.made[task.key] = DataObject(task.key, found.size_bytes, found.etag)
+        transfer.meter.advance(task.size_bytes)
+
+    def _note_refusal(self, error: CheckpointError) -> None:
+        with self._lock:
+            is_first, self._is_refused = not self._is_refused, True
+        if is_first:
+            logger.warning(
+                "%s: the provider does not copy by itself (%s). The bytes pass through this"
+                " process",
+                self._transfer.target.url,
+                error,
+            )
+
+
+def _take_back(transfer: Transfer, keys: Mapping[str, object]) -> None:
+    """Delete what was copied although the whole failed; what replaced an object stays."""
+    if not transfer.overwrite:
+        sweep(transfer.target, keys, Proof.NOT_BEGUN, why="this failed copy")
+
+
+def _copy_through(
+    transfer: Transfer, tasks: Sequence[CopyTask]
+) -> tuple[Mapping[str, DataObject], dict[str, int]]:
+    """Copy objects, one after another; their ranges are fetched ahead."""
+    if not tasks:
+        return {}, {}
+    outputs = Outputs(
+        transfer.target,
+        budget_bytes=transfer.shares.output_bytes,
+        largest_bytes=max(task.size_bytes for task in tasks),
+        overwrite=transfer.overwrite,
+        meter=transfer.meter,
+    )
+    objects = ((task.source_key, task.size_bytes) for task in tasks)
+    config = transfer.shares.read_config()
+    crcs = {}
+    with pass_through(transfer.source, objects, config) as pieces, outputs:
+        for task in tasks:
+            check = ObjectCheck(transfer.source.url, task.source_key, task.items)
+            with outputs.write(task.key) as stream:
+                for data in _next_bytes(pieces, task.size_bytes):
+                    check.update(data)
+                    stream.write(data)
+            crcs[task.key] = check.crc32c
+    return outputs.stored, crcs
+
+
+def _next_bytes(pieces: Iterator[memoryview], num_bytes: int) -> Iterator[memoryview]:
+    """Yield the pieces of the next object or range."""
+    at = 0
+    while at < num_bytes:
+        data = next(pieces)
+        at += len(data)
+        yield data
+        del data
+
+
+def verify_copies(transfer: Transfer, tasks: Sequence[CopyTask], copied: Copied) -> Copied:
+    """Compare copies with what they are of: read back, or by their sizes alone.
+
+    Returns:
+        The same, with what this read of the source.
+
+    Raises:
+        CorruptError: Naming the first object that differs.
+    """
+    if not transfer.verify:
+        for task in tasks:
+            _check_size(transfer, task, transfer.target.head(task.key).size_bytes)
+        return copied
+    spans = {task.key: task.unproven() for task in tasks if task.key in copied.by_server}
+    expected = {**copied.crcs, **_crcs_of(transfer, tasks, spans)}
+    objects = ((task.key, task.size_bytes) for task in tasks)
+    with pass_through(transfer.target, objects, transfer.shares.read_config()) as pieces:
+        for task in tasks:
+            check = ObjectCheck(transfer.target.url, task.key, task.items, spans.get(task.key))
+            try:
+                for data in _next_bytes(pieces, task.size_bytes):
+                    check.update(data)
+            except CorruptError as error:
+                raise _blamed(transfer, task, error) from error
+            if check.crc32c != expected[task.key]:
+                raise CorruptError(
+                    f"{transfer.target.url}: {task.key} was read back and is not what was sent",
+                    key=task.key,
+                )
+    read = sum(span.num_bytes for some in spans.values() for span in some)
+    return replace(copied, fetched_bytes=copied.fetched_bytes + read)
+
+
+def _crcs_of(
+    transfer: Transfer, tasks: Sequence[CopyTask], spans: Mapping[str, Sequence[ByteRange]]
+) -> dict[str, int]:
+    """Return the CRC32C of ranges of the source's objects, by the copies' keys."""
+    ranges = ((task.source_key, span) for task in tasks for span in spans.get(task.key, ()))
+    crcs = dict.fromkeys(spans, 0)
+    with pass_ranges(transfer.source, ranges, transfer.shares.read_config()) as pieces:
+        for key, some in spans.items():
+            for data in _next_bytes(pieces, sum(span.num_bytes for span in some)):
+                crcs[key] = crc32c(data, crcs[key])
+    return crcs
+
+
+def _blamed(transfer: Transfer, task: CopyTask, error: CorruptError) -> CorruptError:
+    """Tell whether a block that is wrong in the copy is wrong in the source too."""
+    if error.start is None or error.end is None:
+        return error
+    there = transfer.source.get_range(task.source_key, error.start, error.end)
+    if there != transfer.target.get_range(task.key, error.start, error.end):
+        return error
+    return CorruptError(
+        f"{transfer.source.url}: object {task.source_key}, bytes [{error.start}, {error.end}) are"
+        " not the bytes that were saved (CRC32C differs), and were copied so",
+        key=task.source_key,
+        start=error.start,
+        end=error.end,
+    )
+
+
+def _check_size(transfer: Transfer, task: CopyTask, found_bytes: int) -> None:
+    if found_bytes != task.size_bytes:
+        raise CorruptError(
+            f"{transfer.target.url}: {task.key} has {found_bytes} bytes and its source"
+            f" {task.size_bytes}",
+            key=task.key,
+        )
+
+
+_STEP_SEAL = "seal"
+
+
+class Mirror(Protocol):
+    """How one kind of checkpoint is copied. The coordinator alone calls its methods."""
+
+    has_fresh_names: bool
+    """Whether no object of the copy can have the name of one that exists."""
+
+    def plan(self) -> list[CopyTask]:
+        """Look at the target, and say what to copy.
+
+        Raises:
+            AlreadyExistsError: If a checkpoint lies there that may not be replaced.
+            CorruptError: If the source does not hold all of a tensor.
+        """
+
+    def seal(self, stored: Mapping[str, DataObject]) -> None:
+        """Make the copy exist, given every object by its new key."""
+
+
+class MirrorOfOurs:
+    """Copies a checkpoint of ours, under fresh names, sealed by our own protocol.
+
+    Args:
+        checkpoint: The source.
+        writer: Of the target.
+    """
+
+    has_fresh_names = True
+
+    def __init__(self, checkpoint: Checkpoint, writer: ObjectStoreWriter) -> None:
+        self._checkpoint = checkpoint
+        self._writer = writer
+        self._new_keys: dict[str, str] = {}
+
+    def plan(self) -> list[CopyTask]:
+        """Look at the target, and say what to copy."""
+        self._checkpoint.require_whole(self._checkpoint.keys)
+        save_id = self._writer.storage_meta().save_id
+        assert save_id is not None
+        self._writer.set_up_storage_writer(True)
+        self._writer.await_look()
+        # It was within the limit of the checkpoint's own config when that was opened.
+        manifest = self._checkpoint.discovered.decode_manifest(sys.maxsize)
+        items = _by_object(manifest.items.values())
+        ends: dict[str, int] = {}
+        for form in chain.from_iterable(one.forms for one in manifest.items.values()):
+            ends[form.key] = max(ends.get(form.key, 0), form.record.end)
+        objects = sorted(manifest.objects, key=lambda stored: stored.key)
+        self._new_keys = _fresh_names([stored.key for stored in objects], save_id)
+        return [
+            CopyTask(
+                stored.key,
+                self._new_keys[stored.key],
+                # No record vouches for the size of an object that is longer than its records.
+                stored.size_bytes
+                if stored.size_bytes == ends.get(stored.key)
+                else _size_of(self._checkpoint.store, stored.key, stored.size_bytes),
+                tuple(items.get(stored.key, ())),
+            )
+            for stored in objects
+        ]
+
+    def seal(self, stored: Mapping[str, DataObject]) -> None:
+        """Seal a metadata that names the copies."""
+        results = []
+        for index, item in self._checkpoint.metadata.storage_data.items():
+            moved = item.moved(self._new_keys)
+            written = Written(moved, stored[moved.key])
+            results.append(WriteResult(index, item.record.num_bytes, written))
+        self._writer.finish(replace(self._checkpoint.metadata), [results])
+
+
+def _size_of(source: Store, key: str, end: int) -> int:
+    size_bytes = source.head(key).size_bytes
+    if size_bytes < end:
+        raise CorruptError(
+            f"{source.url}: object {key} has {size_bytes} bytes, and the metadata refer to {end}."
+            " Nothing was written",
+            key=key,
+            start=size_bytes,
+            end=end,
+        )
+    return size_bytes
+
+
+class MirrorOfStock:
+    """Copies a checkpoint by a stock writer, all names and bytes as they are.
+
+    Args:
+        checkpoint: The source.
+        store: The target.
+    """
+
+    has_fresh_names = False
+
+    def __init__(self, checkpoint: Checkpoint, store: Store) -> None:
+        self._checkpoint = checkpoint
+        self._store = store
+
+    def plan(self) -> list[CopyTask]:
+        """Look at the target, and say what to copy."""
+        self._checkpoint.require_whole(self._checkpoint.keys)
+        if probe(self._store, METADATA_KEY) is not None:
+            raise AlreadyExistsError(
+                f"{self._store.url} already holds a checkpoint. A checkpoint by another writer"
+                " is copied under its own names, which might be those of what is there: copy it"
+                " to another URL, or pass reencode=True with overwrite=True to replace it."
+                " Nothing was written"
+            )
+        source = self._checkpoint.store
+        ends: dict[str, int] = {}
+        for item in self._checkpoint.metadata.storage_data.values():
+            ends[item.key] = max(ends.get(item.key, 0), item.record.end)
+        return [CopyTask(key, key, _size_of(source, key, end)) for key, end in sorted(ends.items())]
+
+    def seal(self, stored: Mapping[str, DataObject]) -> None:
+        """Put the metadata, as it was."""
+        del stored
+        pickled = self._checkpoint.discovered.pickled
+        assert pickled is not None
+        put_file(self._store, METADATA_KEY, pickled)
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """What was copied. The same on all ranks.
+
+    Attributes:
+        objects: Key and size of each object.
+        by_server: Keys of those that the provider copied by itself.
+        fetched_bytes: Bytes asked of the source by all ranks.
+    """
+
+    objects: Mapping[str, int]
+    by_server: Sequence[str]
+    fetched_bytes: int
+
+
+def mirror(group: RankGroup, plan_and_seal: Mirror, transfer: Transfer) -> Mirrored:
+    """Copy a checkpoint. All ranks of the group.
+
+    Raises:
+        RankFailures: On every rank, if any failed. Nothing was sealed, unless the seal itself
+            broke off.
+    """
+    tasks = steps.broadcast(group, "plan the copy", plan_and_seal.plan)
+    own = own_run(tasks, [task.size_bytes for task in tasks], group.rank, group.size)
+    fresh = plan_and_seal.has_fresh_names
+    transfer = replace(transfer, overwrite=fresh or transfer.overwrite)
+    mine = [task.key for task in own] if fresh else []
+    may_be_sealed = False
+
+    def copy() -> Copied:
+        copied = copy_objects(transfer, own)
+        if not transfer.overwrite:
+            mine.extend(copied.stored)
+        return copied
+
+    def seal(copied: Sequence[Copied]) -> Mirrored:
+        plan_and_seal.seal({key: one for part in copied for key, one in part.stored.items()})
+        return Mirrored(
+            {task.key: task.size_bytes for task in tasks},
+            sorted(key for part in copied for key in part.by_server),
+            sum(part.fetched_bytes for part in copied),
+        )
+
+    try:
+        written = steps.each(group, "copy", copy)
+        copied = steps.gather(group, "verify", lambda: verify_copies(transfer, own, written))
+        may_be_sealed = True
+        return steps.broadcast(group, _STEP_SEAL, lambda: seal(copied or ()))
+    except BaseException as error:
+        is_leftover = not may_be_sealed or is_surely_unpublished(error, group, _STEP_SEAL)
+        if is_leftover and (fresh or not _sealed_by_another(error, group)):
+            sweep(transfer.target, mine, Proof.NOT_BEGUN, why="this failed copy")
+        raise
+
+
+def _sealed_by_another(error: BaseException, group: RankGroup) -> bool:
+    """Tell whether a checkpoint appeared meanwhile, whose objects may have the names of ours."""
+    if not isinstance(error, RankFailures) or error.step != _STEP_SEAL:
+        return False
+    return isinstance(error.exceptions.get(group.coordinator), AlreadyExistsError)
+
+
+def _by_object(items: Iterable[StoredItem]) -> dict[str, list[StoredItem]]:
+    """Return the items that have checksums, by their object."""
+    found: dict[str, list[StoredItem]] = {}
+    for item in chain.from_iterable(one.forms for one in items):
+        if item.checksums is not None:
+            found.setdefault(item.key, []).append(item)
+    return found
+
+
+def _fresh_names(names: Sequence[str], save_id: str) -> dict[str, str]:
+    """Return a name for each copy that no other save has: the same but for the save's id."""
+    fresh = {
+        name: data_key(*_rank_and_number(name, number), save_id)
+        for number, name in enumerate(names)
+    }
+    if len(set(fresh.values())) < len(fresh):  # two saves' objects with the same numbers
+        fresh = {name: data_key(0, number, save_id) for number, name in enumerate(names)}
+    return fresh
+
+
+def _rank_and_number(name: str, number: int) -> tuple[int, int]:
+    """Return what the name of an object of ours counts, so that its copy says the same."""
+    parts = name.split(".", 1)[0].split("_")
+    if save_id_of(name) is None or len(parts) != 4:
+        return 0, number
+    return int(parts[2]), int(parts[3])
 
 
 def dcp_to_dcp(  # noqa: D417 - the rest are those of every converter

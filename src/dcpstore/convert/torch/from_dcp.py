@@ -44,24 +44,22 @@ from dcpstore.config import WriteConfig
 from dcpstore.convert.dcp.source import Block, plan_blocks, read_blocks
 from dcpstore.convert.output import Outputs, Shares, reject_existing, share_budget
 from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
-from dcpstore.convert.torch.layout import (
+from dcpstore.convert.torch.structure import (
     LAYOUT_KEY,
     Layout,
-    decode_layout,
-    open_structure,
-    read_record,
-    storage_bytes,
-)
-from dcpstore.convert.torch.pickle import (
     Leaves,
     PickledStructure,
     Recast,
     StorageView,
     StorageViews,
+    decode_layout,
     flatten,
     is_stand_in,
+    open_structure,
     pickle_structure,
+    read_record,
     rearrange,
+    storage_bytes,
 )
 from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
 from dcpstore.format.dtypes import dtype_name

@@ -50,19 +50,22 @@ from dcpstore.convert.dcp.sink import StreamingPlanner, chunk_item
 from dcpstore.convert.dcp.source import own_run
 from dcpstore.convert.output import Shares, fetched_by_all, share_budget
 from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
-from dcpstore.convert.torch.layout import LAYOUT_KEY, Layout, encode_layout, write_record
-from dcpstore.convert.torch.pickle import (
+from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
+from dcpstore.convert.torch.structure import (
+    LAYOUT_KEY,
+    Layout,
     Path,
     PickledStructure,
     Recast,
     StorageViews,
+    encode_layout,
     flatten,
     is_stand_in,
     is_wrapper,
     pickle_structure,
     rearrange,
+    write_record,
 )
-from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
 from dcpstore.errors import ConfigError, ConflictError, IncompatibleError
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.plan.rules import Rename

@@ -1,1 +1,0 @@
-"""DCP checkpoints to and from safetensors folders."""
