@@ -50,7 +50,6 @@ from dcpstore.convert.torch.structure import (
     Leaves,
     PickledStructure,
     Recast,
-    StorageView,
     StorageViews,
     decode_layout,
     flatten,
@@ -60,6 +59,7 @@ from dcpstore.convert.torch.structure import (
     read_record,
     rearrange,
     storage_bytes,
+    view_of,
 )
 from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
 from dcpstore.format.dtypes import dtype_name
@@ -148,19 +148,19 @@ class PlacedViews(StorageViews):
         super().__init__({identity: one.num_bytes for identity, one in placed.items()})
         self._placed = placed
 
-    def view(self, tensor: torch.Tensor) -> StorageView:
-        """Return how a stand-in will lie in its storage."""
+    def view(self, tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+        """Return a stand-in's offset in its storage and its strides, as they will be."""
         placed = self._placed[storage_identity(tensor)]
         if 0 in tensor.size():
-            return StorageView(0, tuple(tensor.stride()))
+            return 0, tuple(tensor.stride())
         if placed.is_compact:
-            return StorageView(0, row_major_strides(tuple(tensor.size())))
+            return 0, row_major_strides(tuple(tensor.size()))
         item = tensor.dtype.itemsize
         offset = int(tensor.storage_offset()) - placed.base_bytes // item
         low, high = _span(tensor)
         if low < placed.base_bytes or high > placed.base_bytes + placed.num_bytes:
             raise CorruptError("the checkpoint's torch.save structure names elements that it lacks")
-        return StorageView(offset, tuple(tensor.stride()))
+        return offset, tuple(tensor.stride())
 
 
 def plan_contents(
@@ -202,10 +202,9 @@ def _plan(views: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Placed, Content]:
             return placed, Rows(fqn, tensor.dtype)
     fqn, tensor = views[0]
     has_holes = high - low > prod(tensor.size()) * tensor.dtype.itemsize
-    if has_holes and all(_is_same(tensor, other) for _, other in views) and not _is_lazy(tensor):
-        return _Placed(prod(tensor.size()) * tensor.dtype.itemsize, 0, True), Rows(
-            fqn, tensor.dtype
-        )
+    if has_holes and len({view_of(one) for _, one in views}) == 1 and not _is_lazy(tensor):
+        num_bytes = prod(tensor.size()) * tensor.dtype.itemsize
+        return _Placed(num_bytes, is_compact=True), Rows(fqn, tensor.dtype)
     return placed, Assembled(tuple(views), low)
 
 
@@ -223,15 +222,6 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 def _is_row_major(tensor: torch.Tensor) -> bool:
     return not _is_lazy(tensor) and tensor.is_contiguous()
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.dtype, one.size(), one.stride(), one.storage_offset()) == (
-        other.dtype,
-        other.size(),
-        other.stride(),
-        other.storage_offset(),
-    )
 
 
 logger = logging.getLogger(__name__)

@@ -46,14 +46,6 @@ from dcpstore.torch_private import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StorageView:
-    """How a tensor lies in its storage, in elements."""
-
-    storage_offset: int
-    strides: tuple[int, ...]
-
-
 class StorageViews:
     """Which tensors are stand-ins, and how they will lie in their storages.
 
@@ -72,9 +64,9 @@ class StorageViews:
         """Return the length of a stand-in storage."""
         return self._num_bytes[identity]
 
-    def view(self, tensor: torch.Tensor) -> StorageView:
-        """Return how a stand-in lies in its storage."""
-        return StorageView(int(tensor.storage_offset()), tuple(tensor.stride()))
+    def view(self, tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+        """Return a stand-in's offset in its storage and its strides, in elements."""
+        return int(tensor.storage_offset()), tuple(tensor.stride())
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +98,17 @@ def is_stand_in(tensor: torch.Tensor, views: StorageViews) -> bool:
     if not tensor.is_meta or tensor.layout != torch.strided or is_wrapper(tensor):
         return False
     return views.knows(storage_identity(tensor))
+
+
+def view_of(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return what two strided stand-ins share if they are the very same elements."""
+    return (
+        storage_identity(tensor),
+        int(tensor.storage_offset()),
+        tuple(tensor.size()),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
 
 
 def pickle_structure(value: Any, views: StorageViews) -> PickledStructure:
@@ -227,13 +230,14 @@ class _Pickler(pickle.Pickler):
         return self._reduce_strided(tensor)
 
     def _reduce_strided(self, tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-        rebuild, view = rebuild_functions(), self._views.view(tensor)
+        rebuild = rebuild_functions()
+        storage_offset, strides = self._views.view(tensor)
         self.stand_ins.append(tensor)
         arguments: tuple[Any, ...] = (
             _StorageRef(storage_identity(tensor), tensor.dtype),
-            view.storage_offset,
+            storage_offset,
             tuple(tensor.size()),
-            view.strides,
+            strides,
             tensor.requires_grad,
             OrderedDict(),
         )
@@ -315,7 +319,7 @@ def rearrange(
     Raises:
         ConfigError: If a new name leads through a leaf.
     """
-    if not replaced and list(names) == list(leaves.paths) and _are_same(names):
+    if not replaced and list(names.items()) == [(fqn, fqn) for fqn in leaves.paths]:
         return value
     kept = {
         leaves.paths[fqn]: replaced.get(fqn, leaves.values[fqn])
@@ -329,10 +333,6 @@ def rearrange(
             path = _renamed_path(leaves.paths[fqn], name)
             _insert(copied, path, replaced.get(fqn, leaves.values[fqn]), name)
     return copied
-
-
-def _are_same(names: Mapping[str, str]) -> bool:
-    return all(fqn == name for fqn, name in names.items())
 
 
 _GONE: Any = object()

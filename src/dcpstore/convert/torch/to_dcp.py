@@ -64,6 +64,7 @@ from dcpstore.convert.torch.structure import (
     is_wrapper,
     pickle_structure,
     rearrange,
+    view_of,
     write_record,
 )
 from dcpstore.errors import ConfigError, ConflictError, IncompatibleError
@@ -137,17 +138,9 @@ class FileChoice:
     cast: Mapping[str, tuple[str, str]]
 
 
-def choose(file: TorchFile, selection: Selection) -> FileChoice:
-    """Choose what is written. Pure; the same on all ranks.
-
-    Raises:
-        IncompatibleError: If the file holds what no DCP checkpoint can.
-        ConfigError: If the selection does not fit the file.
-    """
-    return _Chooser(file, selection).run()
-
-
 class _Chooser:
+    """Chooses what of a file is written. Pure; the same on all ranks."""
+
     def __init__(self, file: TorchFile, selection: Selection) -> None:
         self._file = file
         self._leaves = flatten(file.value, file.url)
@@ -177,6 +170,12 @@ class _Chooser:
         return replaced, cast
 
     def run(self) -> FileChoice:
+        """Choose.
+
+        Raises:
+            IncompatibleError: If the file holds what no DCP checkpoint can.
+            ConfigError: If the selection does not fit the file.
+        """
         structure = rearrange(
             self._file.value, self._leaves, self._names, self._replaced, self._takes
         )
@@ -256,17 +255,6 @@ class _Chooser:
         odd = set(pickled.bare)
         odd |= {storage_identity(one) for one in pickled.stand_ins if view_of(one) not in covered}
         return [one for one in pickled.storages.values() if one in odd and one not in found]
-
-
-def view_of(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Return what two strided stand-ins share if they are the very same elements."""
-    return (
-        storage_identity(tensor),
-        int(tensor.storage_offset()),
-        tuple(tensor.size()),
-        tuple(tensor.stride()),
-        tensor.dtype,
-    )
 
 
 Share: TypeAlias = "list[tuple[str, WantedBox]]"
@@ -484,8 +472,7 @@ def torch_save_to_dcp(  # noqa: D417 - the rest are those of every converter
         meter = stack.enter_context(showing)
         phases = Phases()
         with phases.phase("open"):
-            file = _open(group, source, source_options, weights_only=weights_only)
-            stack.enter_context(file)
+            file = _open(group, stack, source, source_options, weights_only=weights_only)
         job = _ToCheckpoint(group, file, shares, meter, phases)
         return job.run(selection, target, target_options, overwrite=overwrite)
 
@@ -497,31 +484,28 @@ def _refuse_same(source: str | os.PathLike[str], target: str | os.PathLike[str])
 
 def _open(
     group: RankGroup,
+    stack: ExitStack,
     source: str | os.PathLike[str],
     options: Mapping[str, Any] | None,
     *,
     weights_only: bool,
 ) -> TorchFile:
-    """Open the file on every rank. Collective."""
-    opened: list[TorchFile] = []
+    """Open the file on every rank, for as long as the stack. Collective."""
 
-    def open_it() -> tuple[int, str | None]:
+    def open_it() -> TorchFile:
         file = open_torch_file(source, storage_options=options, weights_only=weights_only)
-        opened.append(file)
-        return file.info.size_bytes, file.info.etag
+        return stack.enter_context(file)
 
-    try:
-        seen = steps.all_gather(group, "open the source", open_it)
-        if len(set(seen)) > 1:
-            raise ConflictError(
-                f"{opened[0].url} was replaced while ranks opened it: they found files of"
-                f" {sorted({size for size, _ in seen})} bytes. Start again"
-            )
-    except BaseException:
-        for file in opened:
-            file.close()
-        raise
-    return opened[0]
+    file = steps.each(group, "open the source", open_it)
+    seen = steps.all_gather(
+        group, "compare the source", lambda: (file.info.size_bytes, file.info.etag)
+    )
+    if len(set(seen)) > 1:
+        raise ConflictError(
+            f"{file.url} was replaced while ranks opened it: they found files of"
+            f" {sorted({size for size, _ in seen})} bytes. Start again"
+        )
+    return file
 
 
 @dataclass(slots=True)
@@ -558,7 +542,7 @@ class _ToCheckpoint:
     ) -> ConvertResult:
         with self._phases.phase("plan"):
             choice = steps.each(
-                self._group, "choose the keys", lambda: choose(self._file, selection)
+                self._group, "choose the keys", lambda: _Chooser(self._file, selection).run()
             )
             share = share_of(choice, self._file, self._group, self._shares.block_bytes)
         ahead = ReadAhead(
