@@ -116,6 +116,11 @@ def paths_of(metadata: Metadata) -> Mapping[str, Path]:
     return {fqn: tuple(kept.get(fqn) or (fqn,)) for fqn in metadata.state_dict_metadata}
 
 
+def state_key(key: str, name: str) -> str:
+    """Return how the checkpoint's keys of a parameter's state begin, without the last dot."""
+    return ".".join(part for part in (key, _STATE, name) if part)
+
+
 def find_entries(
     metadata: Metadata, optimizer_key: str, parameters: Collection[str]
 ) -> list[Entry]:

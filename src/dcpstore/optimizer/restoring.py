@@ -40,6 +40,7 @@ from dcpstore.optimizer.layout import (
     listed,
     make_target,
     other_shapes,
+    state_key,
 )
 from dcpstore.optimizer.live import (
     NOT_OPTIONS,
@@ -514,8 +515,7 @@ class Restoring:
 
     def _state_keys(self, fqns: Iterable[str]) -> Iterable[str]:
         for fqn in fqns:
-            name = self._stored.get(fqn, self._names[fqn][0])
-            yield ".".join(part for part in (self._key, "state", name) if part)
+            yield state_key(self._key, self._stored.get(fqn, self._names[fqn][0]))
 
     def _kinds(self) -> Sequence[str]:
         return sorted({type(one).__name__ for one in self._live.optimizers})

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -34,6 +33,7 @@ from dcpstore.optimizer.layout import (
     other_shapes,
     paths_of,
     sizes_of,
+    state_key,
 )
 from dcpstore.optimizer.restoring import check_options
 from dcpstore.ranks.agreement import Ranks
@@ -103,56 +103,70 @@ def _saved_parameters(
 _VALUE = "not loaded yet"  # anything that is no tensor, so that planners plan a value
 
 
-class Assembly:
-    """What one rank loads of an optimizer. Allocates it.
+class _ShardedLoad:
+    """One load of an optimizer's state. Made, and called, by all ranks.
 
     Args:
-        entries: All that is saved of the optimizer.
-        owners: The model's parameters by the owner that entries name. What belongs to others
-            is not loaded.
-        device: For tensors whose parameter is not known.
-
-    Attributes:
-        owners: As given.
-        wanted: Flattened, for `dcpstore.load`: tensors to fill, and places for values.
+        parameters: Of the model. What is saved for others is not loaded.
+        key: Of the saved optimizer.
+        optimizer: To compare the saved one with.
     """
 
-    def __init__(
-        self, entries: Sequence[Entry], owners: Mapping[str, Owner], device: torch.device
-    ) -> None:
-        self.owners = owners
-        self._entries = [one for one in entries if one.owner is None or one.owner in owners]
-        self._unused = [one.fqn for one in entries if one.owner not in (None, *owners)]
-        self._skipped: set[str] = set()
-        self._targets = {
-            one.fqn: target
-            for one in self._entries
-            if (target := self._target(one, device)) is not None
-        }
-        self.wanted: dict[str, Any] = {one.fqn: _VALUE for one in self._entries if not one.tensor}
-        for fqn, target in self._targets.items():
-            if target.loaded is not None:
-                self.wanted[fqn] = target.loaded
+    def __init__(self, parameters: Parameters, key: str, optimizer: Optimizer | None) -> None:
+        self._parameters = parameters
+        self._key = key
+        self._optimizer = optimizer
+        self._owners: Mapping[str, Owner] = {}
+        self._entries: list[Entry] = []
+        self._unused: list[str] = []
+        self._targets: dict[str, Target] = {}
+        self._wanted: dict[str, Any] = {}
 
-    def _target(self, entry: Entry, device: torch.device) -> Target | None:
+    def make_state(self, metadata: Metadata) -> dict[str, Any]:
+        """Return what to load, by keys of the checkpoint; memory is allocated here."""
+        entries = find_entries(metadata, self._key, self._parameters.tensors)
+        if self._optimizer is not None:
+            check_options(self._optimizer, {one.name for one in entries if one.is_in_group})
+        self._owners = self._parameters.match(entries)
+        check_shapes(metadata, entries, self._owners)
+        device = self._parameters.common_device
+        for entry in entries:
+            if entry.owner is None or entry.owner in self._owners:
+                self._entries.append(entry)
+                self._want(entry, device)
+            else:
+                self._unused.append(entry.fqn)
+        return self._wanted
+
+    def _want(self, entry: Entry, device: torch.device) -> None:
         if entry.tensor is None:
-            return None
-        owner = self.owners.get(entry.owner or "")
-        tensor = None if owner is None else owner.tensor
-        return make_target(entry.tensor, tensor, entry.name, device)
+            self._wanted[entry.fqn] = _VALUE
+            return
+        owner = self._owners.get(entry.owner or "")
+        like = None if owner is None else owner.tensor
+        target = make_target(entry.tensor, like, entry.name, device)
+        self._targets[entry.fqn] = target
+        if target.loaded is not None:
+            self._wanted[entry.fqn] = target.loaded
 
-    def settle(self, loaded: Collection[str]) -> None:
-        """Tell which keys were loaded: a planner may leave some out, whose memory has no values.
-
-        A planner that is not ours plans nothing for a key of which this rank holds no element.
-        """
-        self._skipped = {
+    def finish(self, result: LoadResult) -> LoadedOptimizerState:
+        """Return what was loaded, and what the load did, told of this optimizer alone."""
+        # A planner may leave keys out, whose memory has no values. One that is not ours plans
+        # nothing for a key of which this rank holds no element.
+        skipped = {
             fqn
-            for fqn in self.wanted.keys() - set(loaded)
+            for fqn in self._wanted.keys() - set(result.loaded)
             if fqn not in self._targets or has_elements(self._targets[fqn].loaded)
         }
+        without_state = self._parameters.without_state(self._owners.values())
+        told = replace(
+            result,
+            missing=(*result.missing, *(state_key(self._key, name) for name in without_state)),
+            unexpected=tuple(sorted({*self._unused, *skipped})),
+        )
+        return LoadedOptimizerState(self._nested(skipped), told)
 
-    def nested(self, optimizer_key: str) -> dict[str, Any]:
+    def _nested(self, skipped: Collection[str]) -> dict[str, Any]:
         """Return the state dict as it was saved, of what was loaded.
 
         Numbers of parameters, which DCP stores as text, are numbers again; and where there
@@ -160,12 +174,12 @@ class Assembly:
         """
         state: dict[str, Any] = {}
         for entry in self._entries:
-            if entry.fqn not in self._skipped:
+            if entry.fqn not in skipped:
                 set_element(state, entry.path, self._value(entry))
-        optimizer = _element(state, optimizer_key)
+        optimizer = _element(state, self._key)
         if optimizer is not None and "param_groups" in optimizer:
             saved = optimizer.setdefault("state", {})
-            for key, owner in self.owners.items():
+            for key, owner in self._owners.items():
                 if owner.number is not None and key in saved:
                     saved[owner.number] = saved.pop(key)
         return state
@@ -174,18 +188,7 @@ class Assembly:
         target = self._targets.get(entry.fqn)
         if target is not None and target.returned is not target.loaded:
             return target.returned
-        return self.wanted[entry.fqn]
-
-    def result(
-        self, result: LoadResult, optimizer_key: str, without_state: Sequence[str]
-    ) -> LoadResult:
-        """Return what the load did, told of this optimizer alone."""
-        below = f"{optimizer_key}.state." if optimizer_key else "state."
-        return replace(
-            result,
-            missing=(*result.missing, *(below + name for name in without_state)),
-            unexpected=tuple(sorted({*self._unused, *self._skipped})),
-        )
+        return self._wanted[entry.fqn]
 
 
 def _element(state: dict[str, Any], key: str) -> Any:
@@ -274,20 +277,10 @@ def load_sharded_optimizer_state_dict(
         CheckpointError: As `dcpstore.load` does.
     """
     parameters = Parameters(model_state_dict, parameter_names)
-    made: list[Assembly] = []
-
-    def make_state(metadata: Metadata) -> dict[str, Any]:
-        entries = find_entries(metadata, optimizer_key, parameters.tensors)
-        if optimizer is not None:
-            check_options(optimizer, {entry.name for entry in entries if entry.is_in_group})
-        owners = parameters.match(entries)
-        check_shapes(metadata, entries, owners)
-        made.append(Assembly(entries, owners, parameters.common_device))
-        return made[0].wanted
-
+    loading = _ShardedLoad(parameters, optimizer_key, optimizer)
     url, reader = (None, source) if isinstance(source, StorageReader) else (source, None)
     result = load(
-        make_state,
+        loading.make_state,
         url,
         storage_reader=reader,
         planner=planner,
@@ -299,9 +292,4 @@ def load_sharded_optimizer_state_dict(
         deadline_s=deadline_s,
         progress=progress,
     )
-    assembly = made[0]
-    assembly.settle(result.loaded)
-    without = parameters.without_state(assembly.owners.values())
-    return LoadedOptimizerState(
-        assembly.nested(optimizer_key), assembly.result(result, optimizer_key, without)
-    )
+    return loading.finish(result)
