@@ -206,7 +206,7 @@ def test_an_overwrite_of_what_is_no_longer_there_is_a_conflict(store: Store, wha
         seal(store, THEIRS, found=found)
     else:
         store.delete_many([METADATA_KEY])
-    with pytest.raises(ConflictError, match="replaced or removed by somebody else"):
+    with pytest.raises(ConflictError, match="replaced or removed by another writer"):
         seal(store, OURS, found=found)
     assert sealed_by(store) == (THEIRS if what == "replaced" else None)
 

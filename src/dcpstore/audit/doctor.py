@@ -249,7 +249,9 @@ class Probes:
                 "either these credentials may not list, which saves and loads do not need (S3"
                 " then answers 403 for an absent object), or they are wrong: see below",
             )
-        return Verdict("the store gives an object that nobody put", "failed", "check the endpoint")
+        return Verdict(
+            "the store returned an object that was never put", "failed", "check the endpoint"
+        )
 
     def put(self) -> Verdict:
         """Put a small object."""
@@ -295,7 +297,7 @@ class Probes:
         """Create twice, then eight times at once: one may succeed."""
         if not self._store.capabilities.atomic_create:
             return Verdict(
-                "this store has no conditional put; dcpstore looks first and then puts",
+                "this store has no conditional put; dcpstore checks first and then puts",
                 "warning",
                 _CONDITIONS,
             )
@@ -422,11 +424,11 @@ class Probes:
             self._store.head(self._key("aborted"))
             return Verdict("an upload that failed half way was published", "failed")
         if self._uploads is None:
-            return Verdict("nothing is published; whether parts stay cannot be listed here")
+            return Verdict("nothing is published; whether parts remain cannot be listed here")
         try:
             num_open = sum(one.key.startswith(self.folder) for one in self._uploads.list())
         except StoreError as error:
-            return Verdict(f"nothing is published; whether parts stay is not told: {error}")
+            return Verdict(f"nothing is published; whether parts remain is unknown: {error}")
         if num_open:
             return Verdict(
                 "the parts of an upload that failed half way stay",
@@ -450,7 +452,7 @@ class Probes:
             return Verdict(
                 "an object that was just put is not listed",
                 "warning",
-                "listings are late here: `ls` and `prune` may not see what is new",
+                "listings lag behind here: `ls` and `prune` may not see what is new",
             )
         return Verdict(f"shows the {len(found)} probe(s)")
 

@@ -367,7 +367,7 @@ def _sort_in_uploads(folders: dict[str, _Folder], at: Place) -> Iterator[str]:
     """Sort the open uploads in; yield why they could not be looked for."""
     if at.uploads is None:
         yield (
-            "open uploads were not looked for: this store has no list of them. Google and Azure"
+            "open uploads were not searched for: this store cannot list them. Google and Azure"
             " drop unfinished uploads after a week"
         )
         return
@@ -381,7 +381,7 @@ def _sort_in_uploads(folders: dict[str, _Folder], at: Place) -> Iterator[str]:
         if error.retryable:
             raise
         yield (
-            f"open uploads were not looked for: {error}. On S3 grant"
+            f"open uploads were not searched for: {error}. On S3 grant"
             " s3:ListBucketMultipartUploads and s3:AbortMultipartUpload"
         )
 

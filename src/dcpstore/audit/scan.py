@@ -280,7 +280,7 @@ class Scanner:
 def loss_of(key: str, span: ByteRange, error: CheckpointError) -> Finding:
     """Return the finding that an object, or bytes of it, could not be read."""
     if isinstance(error, NotFoundError):
-        return Finding("missing", f"it was deleted while it was looked at: {error}", key)
+        return Finding("missing", f"it was deleted during the check: {error}", key)
     if isinstance(error, CorruptError):
         return Finding("truncated", str(error), key, span=span)
     return Finding("unreadable", str(error), key, span=span)

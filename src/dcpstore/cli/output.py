@@ -61,7 +61,7 @@ MEANINGS = {
     ExitCode.NOT_FOUND: "there is no such checkpoint, bucket or key",
     ExitCode.DENIED: "the store refused: credentials missing, wrong or insufficient",
     ExitCode.STORE_FAILED: "the store, the network or the local disk failed; try again",
-    ExitCode.EXISTS: "the target exists, or somebody changed it meanwhile; it was kept",
+    ExitCode.EXISTS: "the target exists, or another writer changed it meanwhile; it was kept",
     ExitCode.INCOMPATIBLE: "checkpoint and target, or this version of dcpstore, do not fit",
     ExitCode.UNKNOWN_OUTCOME: "the last answer was lost: old or new, whole in either case",
     ExitCode.INTERNAL: "a bug in dcpstore; --debug shows where",

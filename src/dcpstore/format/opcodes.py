@@ -286,7 +286,7 @@ def _check_numbers(window: _Bytes, at: _Positions, codes: _Bytes, num_done: int)
     for name, width in (("BINPUT", 1), ("LONG_BINPUT", 4)):
         places = _numbers(window, at[codes == _CODES[name]], width)
         if places.size and int(places.max()) >= num_done:
-            raise BadPickleError(f"it asks for a memo of {int(places.max())} places")
+            raise BadPickleError(f"it needs a memo of {int(places.max())} entries")
     widths = _numbers(window, at[codes == _CODES["LONG1"]], 1)
     if widths.size and int(widths.max()) > _MAX_LONG_BYTES:
         raise BadPickleError(f"it has an integer of {int(widths.max())} bytes")
@@ -485,7 +485,7 @@ def _check_call(called: int | str, arguments: int | str) -> int:
         raise BadPickleError("it calls what is no function")
     name = called.rpartition(" ")[2]
     if arguments & _INTEGER and (name == "bytearray" or name.endswith(("Tensor", "Storage"))):
-        raise BadPickleError(f"it asks for memory: {called.replace(' ', '.')} of a number")
+        raise BadPickleError(f"it allocates memory by a number: {called.replace(' ', '.')}")
     if called == _ENCODE and not arguments & _LATIN:
         raise BadPickleError("it has bytes in an unusual encoding")
     if arguments & _SHARED and name in ("set", "frozenset", "Counter", "OrderedDict"):

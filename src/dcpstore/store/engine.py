@@ -269,7 +269,7 @@ def _lost_condition(asked: Asked, answer: Answer) -> CheckpointError:
     if asked.conditional == "create" and answer.status == 412:
         return AlreadyExistsError(f"{asked}: the object exists already ({answer})")
     return ConflictError(
-        f"{asked}: somebody else changed the object meanwhile ({answer}). Look at what is there"
+        f"{asked}: another writer changed the object meanwhile ({answer}). Look at what is there"
     )
 
 
@@ -640,7 +640,9 @@ def compare_etag(asked: Asked, mode: IfMatch, head: Callable[[], ObjectInfo]) ->
     except NotFoundError as error:
         raise ConflictError(f"{asked}: the object is gone") from error
     if found != mode.etag:
-        raise ConflictError(f"{asked}: its ETag is {found}, not {mode.etag}: somebody replaced it")
+        raise ConflictError(
+            f"{asked}: its ETag is {found}, not {mode.etag}: another writer replaced it"
+        )
 
 
 def with_either_mark(mode: PutMode, send: Callable[[PutMode], _T]) -> _T:

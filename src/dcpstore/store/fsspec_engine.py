@@ -583,7 +583,7 @@ class _GcsUpload:
                 said = self._ask("POST", session, deadline, f"{span}/{total}", rest)
                 is_unanswered = False
                 if not (said or self._stored_bytes > first):
-                    raise self._failure("Google took nothing of it", retryable=True)
+                    raise self._failure("Google accepted no byte of it", retryable=True)
             return said
 
         return call_with_retries(once, self._policy, deadline=deadline)

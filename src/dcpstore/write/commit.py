@@ -317,7 +317,7 @@ class ConditionalPut:
     def _conflict(self, cause: CheckpointError | None) -> CheckpointError:
         """Return the error for an object that somebody else put, replaced or removed."""
         error = (AlreadyExistsError if self._found is None else ConflictError)(
-            f"{self._store.url}: somebody else put {self._key} meanwhile; theirs was kept"
+            f"{self._store.url}: another writer put {self._key} meanwhile; its object was kept"
         )
         error.__cause__ = cause
         return error
@@ -376,7 +376,7 @@ class Sealer(ConditionalPut):
             )
         else:
             error = ConflictError(
-                f"the checkpoint at {self._store.url} was replaced or removed by somebody else"
+                f"the checkpoint at {self._store.url} was replaced or removed by another writer"
                 " while this save was overwriting it; what is there now was kept and this save"
                 " discarded"
             )
