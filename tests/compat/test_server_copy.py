@@ -332,8 +332,8 @@ def large(s3_server):
         parse_location("s3://server-parts/b"),
         s3_server.storage_options(),
         part_policy=RetryPolicy(base_delay_s=0.01),
-        copy_part_bytes=5 * MIB,
     )
+    target.copy_part_bytes = 5 * MIB
     s3_server.clear_requests()
     return client, server_copier(source, target), content
 

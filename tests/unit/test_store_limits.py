@@ -143,6 +143,8 @@ def test_a_copy_by_the_provider_takes_no_more_parts_than_there_may_be() -> None:
     ranges = []
 
     class Copying(S3fsStore):
+        copy_part_bytes = 10_000
+
         def send(
             self, asked: Asked, operation: str, most_s: float | None = None, **more: Any
         ) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def test_a_copy_by_the_provider_takes_no_more_parts_than_there_may_be() -> None:
             return {"UploadId": "u", "CopyPartResult": {"ETag": "e"}}
 
     limits = StoreLimits(max_parts=3, max_part_bytes=1 << 20)
-    store = Copying(parse_location("s3://b"), limits=limits, copy_part_bytes=10_000)
+    store = Copying(parse_location("s3://b"), limits=limits)
     store.copy_from(CopySource(store.origin, "old", 100_000), "k")
     assert join(ranges) == [ByteRange(0, 100_000)]
     assert len(ranges) == 3

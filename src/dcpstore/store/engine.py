@@ -524,10 +524,19 @@ class Engine(ABC):
         self._options = dict(storage_options or {})
         self._part_policy = part_policy or RetryPolicy()
         self._time = TimeLimit(self._part_policy)
-        self._given_limits = limits or limits_of(location.scheme)
+        self._given_limits = limits or self._usual_limits(location.scheme)
         root = location.prefix.replace(os.sep, "/").rstrip("/")
         self._limits = self._given_limits.below(f"{root}/" if root else "")
         self._root = f"{root}/".lstrip("/")
+        self._connect()
+
+    @abstractmethod
+    def _connect(self) -> None:
+        """Make what sends the requests, and send nothing."""
+
+    @classmethod
+    def _usual_limits(cls, scheme: str) -> StoreLimits:
+        return limits_of(scheme)
 
     @property
     def url(self) -> str:

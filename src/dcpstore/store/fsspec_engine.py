@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from typing_extensions import Buffer
@@ -95,27 +95,21 @@ class FsspecStore(Engine):
         ConfigError: If the filesystem's package is missing or an option is unknown.
     """
 
-    def __init__(
-        self,
-        location: Location,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        part_policy: RetryPolicy | None = None,
-        limits: StoreLimits | None = None,
-    ) -> None:
-        if limits is None:  # what is sent one behind another has no number of parts
-            limits = replace(limits_of(location.scheme), max_parts=None)
-        super().__init__(location, storage_options, part_policy=part_policy, limits=limits)
-        self._clients = FsspecClients(location, self._options)
-        self._writer = writer_for(location.scheme, self._part_policy)
-        root = "/".join(part for part in (location.bucket, location.prefix) if part)
+    def _connect(self) -> None:
+        self._clients = FsspecClients(self._location, self._options)
+        self._kind = _UPLOADS.get(self._location.scheme, _Upload)
+        root = "/".join(part for part in (self._location.bucket, self._location.prefix) if part)
         self._root = root.rstrip("/") + "/" if root else ""
-        self._capabilities = replace(self._writer.capabilities, limits=self._limits)
+
+    @classmethod
+    def _usual_limits(cls, scheme: str) -> StoreLimits:
+        # What is sent one behind another has no number of parts.
+        return replace(limits_of(scheme), max_parts=None)
 
     @property
     def capabilities(self) -> Capabilities:
         """What this store promises."""
-        return self._capabilities
+        return replace(self._kind.capabilities, limits=self._limits)
 
     def get(self, key: str) -> Fetched:
         """Fetch a whole object. The mark is asked for first, so it is never too new."""
@@ -153,8 +147,8 @@ class FsspecStore(Engine):
         path, body = self._path(key), as_bytes_view(data)
         asked = Asked("put", key, self.url).under(mode)
         self._limits.check_put(key, body.nbytes)
-        fs = self._clients.get()
-        return ask_fsspec(asked, lambda: self._writer.put(fs, path, body, mode, self._time))
+        upload = self._upload(path, body.nbytes)
+        return ask_fsspec(asked, lambda: upload.put(body, mode, self._time))
 
     def put_parts(
         self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
@@ -163,7 +157,7 @@ class FsspecStore(Engine):
         del max_concurrency  # a file object takes one part at a time
         path = self._path(key)
         stream = checked_parts(parts, part_bytes, self._limits)
-        upload = self._writer.open_upload(self._clients.get, path, part_bytes)
+        upload = self._upload(path, part_bytes)
         asked = Asked("put_parts", key, self.url)
         try:
             # Only the upload's own errors are mapped; the caller's come through.
@@ -174,6 +168,9 @@ class FsspecStore(Engine):
         except BaseException:
             upload.abort()
             raise
+
+    def _upload(self, path: str, part_bytes: int) -> _Upload:
+        return self._kind(self._clients.get, path, part_bytes, self._part_policy)
 
     def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let Google copy an object, however large; nobody else is asked to."""
@@ -241,51 +238,6 @@ def _view(data: Any) -> memoryview:
     return memoryview(data).toreadonly()
 
 
-class Upload(Protocol):
-    """One object on its way. One thread drives it."""
-
-    def write(self, part: memoryview) -> None:
-        """Send one part; it may be refilled when this returns."""
-
-    def finish(self) -> str | None:
-        """Publish the object and return its mark."""
-
-    def abort(self) -> None:
-        """Publish nothing; never raises."""
-
-
-class Writer(Protocol):
-    """A filesystem's way to publish."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What this way can promise."""
-
-    def put(
-        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
-    ) -> str | None:
-        """Publish one object; foreign errors come as they are."""
-
-    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
-        """Begin an object of many parts; no request is made before the first write."""
-
-
-def writer_for(scheme: str, policy: RetryPolicy) -> Writer:
-    """Return the way to publish on a scheme's filesystem.
-
-    Args:
-        scheme: Of the URL.
-        policy: How long to keep trying to send a part.
-    """
-    if scheme == "file":
-        return _LocalWriter()
-    if scheme == "memory":
-        return _MemoryWriter()
-    if scheme == "gs":
-        return _GcsWriter(policy)
-    return _StreamWriter()
-
-
 def info_of(key: str, info: Mapping[str, Any]) -> ObjectInfo:
     """Read fsspec's description of an object."""
     mark = next((info[name] for name in _ETAG_NAMES if info.get(name)), None)
@@ -311,148 +263,47 @@ def _as_time(when: Any) -> datetime | None:
     return None
 
 
-def _mark_at(fs: Any, path: str) -> str | None:
-    return info_of(path, fs.info(path)).etag
+class _Upload:
+    """One object on its way into a filesystem that nothing else is known of. One thread drives it.
 
+    A put looks first where the caller sets a condition. A stream is a file object that publishes
+    when told to, not when closed. Subclasses know better ways.
 
-def _compare(fs: Any, path: str, mode: IfMatch) -> None:
-    try:
-        found = _mark_at(fs, path)
-    except FileNotFoundError as error:
-        raise ConflictError(f"put {path!r}: the object is gone") from error
-    if found != mode.etag:
-        raise ConflictError(f"put {path!r}: its ETag is {found}, not {mode.etag}")
-
-
-class _LocalWriter:
-    """Temporary file beside the target, then one rename or link."""
-
-    capabilities = Capabilities(
-        atomic_create=True, compare_and_swap=False, parallel_parts=False, acknowledges_puts=True
-    )
-
-    def put(
-        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
-    ) -> str | None:
-        del time  # nothing here can be given up in the middle
-        upload = _LocalUpload(lambda: fs, path)
-        try:
-            upload.write(body)
-            if isinstance(mode, IfMatch):
-                _compare(fs, path, mode)
-            return upload.finish(is_new=mode == "create")
-        finally:
-            upload.abort()
-
-    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
-        del part_bytes
-        return _LocalUpload(get_fs, path)
-
-
-class _LocalUpload:
-    def __init__(self, get_fs: Callable[[], Any], path: str) -> None:
-        self._get_fs = get_fs
-        self._target = Path(path)
-        self._temporary = self._target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-        self._file: Any = None
-
-    def write(self, part: memoryview) -> None:
-        if self._file is None:
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary.open("xb")
-        self._file.write(part)
-
-    def finish(self, *, is_new: bool = False) -> str | None:
-        if self._file is None:
-            self.write(memoryview(b""))
-        self._file.close()
-        if is_new:
-            os.link(self._temporary, self._target)
-            self._temporary.unlink()
-        else:
-            self._temporary.replace(self._target)
-        return _mark_at(self._get_fs(), str(self._target))
-
-    def abort(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            with contextlib.suppress(OSError):
-                self._temporary.unlink(missing_ok=True)
-
-
-class _MemoryWriter:
-    """fsspec's memory filesystem; conditional puts are decided under one lock."""
-
-    capabilities = Capabilities(
-        atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
-    )
-
-    def put(
-        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit | None = None
-    ) -> str | None:
-        del time
-        with _MEMORY_LOCK:
-            if mode == "create" and fs.isfile(path):
-                raise AlreadyExistsError(f"put {path!r}: the object exists already")
-            if isinstance(mode, IfMatch):
-                _compare(fs, path, mode)
-            fs.pipe_file(path, body)
-            return _mark_at(fs, path)
-
-    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
-        del part_bytes
-        return _CollectedUpload(self, get_fs, path)
-
-
-class _CollectedUpload:
-    def __init__(self, writer: _MemoryWriter, get_fs: Callable[[], Any], path: str) -> None:
-        self._writer = writer
-        self._get_fs = get_fs
-        self._path = path
-        self._bytes = bytearray()
-
-    def write(self, part: memoryview) -> None:
-        self._bytes += part
-
-    def finish(self) -> str | None:
-        body = memoryview(self._bytes)
-        return self._writer.put(self._get_fs(), self._path, body, "overwrite")
-
-    def abort(self) -> None:
-        self._bytes = bytearray()
-
-
-class _StreamWriter:
-    """Any other filesystem: looks first where the caller sets a condition."""
+    Args:
+        get_fs: Returns the filesystem.
+        path: Of the object there.
+        part_bytes: Size of every part but the last.
+        policy: How long to keep trying to send a part.
+    """
 
     capabilities = Capabilities(
         atomic_create=False, compare_and_swap=False, parallel_parts=False, acknowledges_puts=False
     )
 
-    def put(
-        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
-    ) -> str | None:
-        if mode == "create" and run_within(time.seconds(), fs, "exists", path):
-            raise AlreadyExistsError(f"put {path!r}: the object exists already")
-        if isinstance(mode, IfMatch):
-            _compare(fs, path, mode)
-        run_within(time.seconds(body.nbytes), fs, "pipe_file", path, bytes(body))
-        return None
-
-    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
-        return _StreamUpload(get_fs, path, part_bytes)
-
-
-class _StreamUpload:
-    """A file object that publishes when told to, not when closed."""
-
-    def __init__(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> None:
+    def __init__(
+        self, get_fs: Callable[[], Any], path: str, part_bytes: int, policy: RetryPolicy
+    ) -> None:
         self._get_fs = get_fs
         self._path = path
         self._part_bytes = part_bytes
+        self._policy = policy
         self._file: Any = None
 
+    def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
+        """Publish all of the object at once and return its mark; foreign errors come as they are.
+
+        Nothing is written or finished then.
+        """
+        fs = self._get_fs()
+        if mode == "create" and run_within(time.seconds(), fs, "exists", self._path):
+            raise AlreadyExistsError(f"put {self._path!r}: the object exists already")
+        if isinstance(mode, IfMatch):
+            self._compare(mode)
+        run_within(time.seconds(body.nbytes), fs, "pipe_file", self._path, bytes(body))
+        return None
+
     def write(self, part: memoryview) -> None:
+        """Send one part; it may be refilled when this returns. The first one begins the upload."""
         if self._file is None:
             self._file = self._get_fs().open(
                 self._path, "wb", block_size=self._part_bytes, autocommit=False
@@ -460,6 +311,7 @@ class _StreamUpload:
         self._file.write(part)
 
     def finish(self) -> str | None:
+        """Publish the object and return its mark."""
         if self._file is None:
             self.write(memoryview(b""))
         self._file.close()
@@ -467,6 +319,7 @@ class _StreamUpload:
         return None
 
     def abort(self) -> None:
+        """Publish nothing; never raises."""
         if self._file is None:
             return
         with contextlib.suppress(Exception):
@@ -475,26 +328,119 @@ class _StreamUpload:
         with contextlib.suppress(Exception):
             self._file.closed = True
 
+    def _mark(self) -> str | None:
+        return info_of(self._path, self._get_fs().info(self._path)).etag
 
-class _GcsWriter:
-    """Google through gcsfs.
+    def _compare(self, mode: IfMatch) -> None:
+        try:
+            found = self._mark()
+        except FileNotFoundError as error:
+            raise ConflictError(f"put {self._path!r}: the object is gone") from error
+        if found != mode.etag:
+            raise ConflictError(f"put {self._path!r}: its ETag is {found}, not {mode.etag}")
 
-    Args:
-        policy: How long to keep trying to send a part of a resumable upload.
+
+class _LocalUpload(_Upload):
+    """Temporary file beside the target, then one rename or link."""
+
+    capabilities = Capabilities(
+        atomic_create=True, compare_and_swap=False, parallel_parts=False, acknowledges_puts=True
+    )
+
+    def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
+        del time  # nothing here can be given up in the middle
+        try:
+            self.write(body)
+            if isinstance(mode, IfMatch):
+                self._compare(mode)
+            return self.finish(is_new=mode == "create")
+        finally:
+            self.abort()
+
+    def write(self, part: memoryview) -> None:
+        if self._file is None:
+            target = Path(self._path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._temporary = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+            self._file = self._temporary.open("xb")
+        self._file.write(part)
+
+    def finish(self, *, is_new: bool = False) -> str | None:
+        if self._file is None:
+            self.write(memoryview(b""))
+        self._file.close()
+        if is_new:
+            os.link(self._temporary, self._path)
+            self._temporary.unlink()
+        else:
+            self._temporary.replace(self._path)
+        return self._mark()
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            with contextlib.suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+
+
+class _MemoryUpload(_Upload):
+    """fsspec's memory filesystem; conditional puts are decided under one lock."""
+
+    capabilities = Capabilities(
+        atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
+    )
+
+    def put(
+        self, body: memoryview, mode: PutMode = "overwrite", time: TimeLimit | None = None
+    ) -> str | None:
+        del time
+        fs = self._get_fs()
+        with _MEMORY_LOCK:
+            if mode == "create" and fs.isfile(self._path):
+                raise AlreadyExistsError(f"put {self._path!r}: the object exists already")
+            if isinstance(mode, IfMatch):
+                self._compare(mode)
+            fs.pipe_file(self._path, body)
+            return self._mark()
+
+    def write(self, part: memoryview) -> None:
+        if self._file is None:
+            self._file = bytearray()
+        self._file += part
+
+    def finish(self) -> str | None:
+        return self.put(memoryview(self._file or b""))
+
+    def abort(self) -> None:
+        self._file = None
+
+
+class _GcsUpload(_Upload):
+    """Google: a put is one request; a resumable upload appears with its last chunk, or never.
+
+    1. POST begins a session
+    2. POST of ``bytes a-b/*`` per chunk, of whole blocks; 308 tells how far Google has them
+    3. POST of ``bytes a-b/total`` ends it; the answer is the object
+
+    After a lost answer, PUT of ``bytes */*`` asks how far Google has got, and the chunk goes on
+    from there.
     """
 
     capabilities = Capabilities(
         atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
     )
 
-    def __init__(self, policy: RetryPolicy) -> None:
-        self._policy = policy
+    def __init__(
+        self, get_fs: Callable[[], Any], path: str, part_bytes: int, policy: RetryPolicy
+    ) -> None:
+        super().__init__(get_fs, path, part_bytes, policy)
+        self._bucket, _, self._key = path.partition("/")
+        self._session: str | None = None
+        self._stored_bytes = 0
+        self._tail = b""
 
-    def put(
-        self, fs: Any, path: str, body: memoryview, mode: PutMode, time: TimeLimit
-    ) -> str | None:
-        """Publish one object in one request."""
-        bucket, _, key = path.partition("/")
+    def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
+        fs = self._get_fs()
         boundary = uuid.uuid4().hex
         conditions: dict[str, str] = {}
         if isinstance(mode, IfMatch):
@@ -505,39 +451,13 @@ class _GcsWriter:
             time.seconds(body.nbytes),
             fs,
             "POST",
-            f"{fs._location}/upload/storage/v1/b/{bucket}/o",  # noqa: SLF001 - as its own uploads do
+            f"{fs._location}/upload/storage/v1/b/{self._bucket}/o",  # noqa: SLF001 - as its own uploads do
             uploadType="multipart",
             headers={"Content-Type": f'multipart/related; boundary="{boundary}"'},
-            data=_related(boundary, key, body),
+            data=_related(boundary, self._key, body),
             **conditions,
         )
-        generation = json.loads(contents).get("generation")
-        return str(generation) if generation else None
-
-    def open_upload(self, get_fs: Callable[[], Any], path: str, part_bytes: int) -> Upload:
-        """Begin a resumable upload."""
-        del part_bytes
-        return _GcsUpload(get_fs, path, self._policy)
-
-
-class _GcsUpload:
-    """A resumable upload: its object appears with the last chunk, or never.
-
-    1. POST begins a session
-    2. POST of ``bytes a-b/*`` per chunk, of whole blocks; 308 tells how far Google has them
-    3. POST of ``bytes a-b/total`` ends it; the answer is the object
-
-    After a lost answer, PUT of ``bytes */*`` asks how far Google has got, and the chunk goes on
-    from there.
-    """
-
-    def __init__(self, get_fs: Callable[[], Any], path: str, policy: RetryPolicy) -> None:
-        self._get_fs = get_fs
-        self._bucket, _, self._key = path.partition("/")
-        self._policy = policy
-        self._session: str | None = None
-        self._stored_bytes = 0
-        self._tail = b""
+        return _generation_in(contents)
 
     def write(self, part: memoryview) -> None:
         num_bytes = len(self._tail) + part.nbytes
@@ -553,8 +473,7 @@ class _GcsUpload:
     def finish(self) -> str | None:
         body, self._tail = self._tail, b""
         contents = self._send(body, str(self._stored_bytes + len(body)))
-        generation = json.loads(contents).get("generation")
-        return str(generation) if generation else None
+        return _generation_in(contents)
 
     def abort(self) -> None:
         # A session that is not cancelled is never seen by anybody and goes by itself after a
@@ -634,6 +553,11 @@ class _GcsUpload:
         return StoreError(f"put_parts {place} failed: {what}", key=self._key, retryable=retryable)
 
 
+def _generation_in(contents: bytes) -> str | None:
+    generation = json.loads(contents).get("generation")
+    return str(generation) if generation else None
+
+
 def rewrite(fs: Any, source_path: str, path: str, mode: PutMode, policy: RetryPolicy) -> None:
     """Copy an object by Google's servers; each call goes on where the one before stopped.
 
@@ -687,3 +611,6 @@ def _related(boundary: str, key: str, body: memoryview) -> io.BytesIO:
         f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
     )
     return io.BytesIO(b"".join((head.encode(), body, f"\r\n--{boundary}--".encode())))
+
+
+_UPLOADS = {"file": _LocalUpload, "memory": _MemoryUpload, "gs": _GcsUpload}

@@ -55,7 +55,6 @@ from dcpstore.store.base import (
     ObjectInfo,
     Part,
     PutMode,
-    StoreLimits,
     as_bytes_view,
     checked_pieces,
     joined,
@@ -261,18 +260,11 @@ class ObstoreStore(Engine):
         NotHonoured: If an option has no meaning for obstore.
     """
 
-    def __init__(
-        self,
-        location: Location,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        part_policy: RetryPolicy | None = None,
-        limits: StoreLimits | None = None,
-    ) -> None:
-        super().__init__(location, storage_options, part_policy=part_policy, limits=limits)
+    def _connect(self) -> None:
+        location, policy = self._location, self._part_policy
         settings = translate(location, self._options)
-        self._clients = ObstoreClients(location, settings, self._part_policy)
-        self._short_cut = open_short_cut(location, settings, self._part_policy.timeout_floor_s)
+        self._clients = ObstoreClients(location, settings, policy)
+        self._short_cut = open_short_cut(location, settings, policy.timeout_floor_s)
         self._copier: S3fsStore | FsspecStore | None = None
 
     @property

@@ -26,11 +26,9 @@ from dcpstore.store.base import (
     CopySource,
     Fetched,
     IfMatch,
-    Location,
     ObjectInfo,
     Part,
     PutMode,
-    StoreLimits,
     as_bytes_view,
     checked_parts,
 )
@@ -51,7 +49,6 @@ from dcpstore.store.retry import Deadline, RetryPolicy, call_with_retries, copy_
 _LOG = logging.getLogger("dcpstore.store")
 _COPY_THREADS = 8
 _DELETE_BATCH = 1000
-_COPY_PART_BYTES = 512 * 2**20
 _MODEL_NAMES = {"copy_object": "CopyObject", "complete_multipart_upload": "CompleteMultipartUpload"}
 
 
@@ -230,26 +227,16 @@ class S3fsStore(Engine):
     In a forked child it opens a session of its own. Bodies of puts are copied once: aiobotocore
     takes nothing but ``bytes``.
 
-    Args:
-        copy_part_bytes: Objects larger than this are copied in parts of this size, several
-            beside one another. S3 copies no more than 5 GiB in one request.
-
     Raises:
         ConfigError: If s3fs is missing or an option is unknown to it.
     """
 
-    def __init__(
-        self,
-        location: Location,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        part_policy: RetryPolicy | None = None,
-        limits: StoreLimits | None = None,
-        copy_part_bytes: int = _COPY_PART_BYTES,
-    ) -> None:
-        super().__init__(location, storage_options, part_policy=part_policy, limits=limits)
-        self._copy_part_bytes = copy_part_bytes
-        self._clients = FsspecClients(location, self._options, _fixed_options(self._options))
+    copy_part_bytes = 512 * 2**20
+    """Objects larger than this are copied in parts of this size, several beside one another. S3
+    copies no more than 5 GiB in one request."""
+
+    def _connect(self) -> None:
+        self._clients = FsspecClients(self._location, self._options, _fixed_options(self._options))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -319,7 +306,7 @@ class S3fsStore(Engine):
         """Let S3 copy an object, in parts if it is large."""
         size_bytes, target = source.size_bytes, self._target(key)
         publish = partial(target.publish_copy, mode)
-        part_bytes = self._limits.part_bytes_for(size_bytes, self._copy_part_bytes)
+        part_bytes = self._limits.part_bytes_for(size_bytes, self.copy_part_bytes)
         if size_bytes <= part_bytes:
             whole = {"Bucket": source.bucket, "Key": source.path}
             publish("copy_object", size_bytes, CopySource=whole)
@@ -434,10 +421,6 @@ class S3fsStore(Engine):
             return answer
 
         return ask_fsspec(asked, call)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        made, arguments = super().__reduce__()
-        return partial(made, copy_part_bytes=self._copy_part_bytes), arguments
 
 
 def _chain(held: list[memoryview], rest: Iterator[memoryview]) -> Iterator[memoryview]:
