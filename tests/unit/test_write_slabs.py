@@ -18,12 +18,12 @@ def make(num_bytes: int) -> Slab:
 
 
 def pool_of(num_places: int, num_slabs: int, slab_bytes: int = 64 * KIB) -> SlabPool:
-    return SlabPool(num_places, num_slabs, slab_bytes, make)
+    return SlabPool(num_places, num_slabs, slab_bytes, make, cancelled=lambda: True)
 
 
 def full(pool: SlabPool) -> bool:
     try:
-        pool.acquire_place(cancelled=lambda: True)
+        pool.acquire_place()
     except Cancelled:
         return True
     return False
@@ -68,7 +68,7 @@ def test_a_pool_has_no_more_places_and_slabs_than_told_and_makes_slabs_only_when
     pool.acquire_slab()
     assert pool.peak_bytes == 64 * KIB
     with pytest.raises(Cancelled):
-        pool.acquire_slab(cancelled=lambda: True)
+        pool.acquire_slab()
 
 
 def test_scratch_for_every_place_is_cut_from_one_of_the_slabs() -> None:
@@ -82,7 +82,7 @@ def test_scratch_for_every_place_is_cut_from_one_of_the_slabs() -> None:
     for _ in range(2):
         pool.acquire_slab()
     with pytest.raises(Cancelled):
-        pool.acquire_slab(cancelled=lambda: True)
+        pool.acquire_slab()
     assert pool.peak_bytes == 3 * 64 * KIB
 
 

@@ -1,8 +1,7 @@
-"""Training text that is on every machine: the standard library's own sources.
+"""A training job under FSDP2 that can save half way and can start from a checkpoint.
 
-A small decoder-only transformer over bytes.
-
-A training job under FSDP2 that can save half way and can start from a checkpoint.
+It trains a small decoder-only transformer over bytes, on text that is on every machine: the
+standard library's own sources.
 
 Every rank of a job calls `train` with the same spec. What a job reports (losses,
 and a hash per tensor of its state) is written by rank 0 for the parent to read.
@@ -103,37 +102,6 @@ class ModelConfig:
             raise ValueError(f"width {self.width} is no multiple of {self.num_heads} heads")
 
 
-class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each behind a norm."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.num_heads = config.num_heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = nn.Linear(width, width, bias=False)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_up = nn.Linear(width, 4 * width)
-        self.mlp_down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``[sequences, length, width]`` to the same shape."""
-        x = x + self._attend(self.attention_norm(x))
-        hidden: torch.Tensor = self.mlp_down(functional.gelu(self.mlp_up(self.mlp_norm(x))))
-        return x + hidden
-
-    def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        sequences, length, width = x.shape
-        heads = self.qkv(x).view(sequences, length, 3, self.num_heads, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: torch.Tensor = self.attention_out(
-            mixed.transpose(1, 2).reshape(sequences, length, width)
-        )
-        return out
-
-
 class Decoder(nn.Module):
     """Predict the next byte at every position.
 
@@ -145,7 +113,18 @@ class Decoder(nn.Module):
         super().__init__()
         self.token_embedding = nn.Embedding(NUM_BYTE_VALUES, config.width)
         self.position_embedding = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                config.width,
+                config.num_heads,
+                4 * config.width,
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(config.num_layers)
+        )
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, NUM_BYTE_VALUES, bias=False)
 
@@ -153,8 +132,9 @@ class Decoder(nn.Module):
         """Map tokens ``[sequences, length]`` to logits ``[sequences, length, 256]``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=mask, is_causal=True)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 

@@ -87,10 +87,16 @@ class SlabPool:
         num_slabs: Most slabs that exist.
         slab_bytes: Size of one.
         make_slab: Allocates one.
+        cancelled: Ends a wait: whoever takes then raises `Cancelled`.
     """
 
     def __init__(
-        self, num_places: int, num_slabs: int, slab_bytes: int, make_slab: Callable[[int], Slab]
+        self,
+        num_places: int,
+        num_slabs: int,
+        slab_bytes: int,
+        make_slab: Callable[[int], Slab],
+        cancelled: Callable[[], bool],
     ) -> None:
         # SimpleQueue.put is reentrant, hence safe in the finalizer of a lease.
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -99,6 +105,7 @@ class SlabPool:
         self._num_slabs = num_slabs
         self._slab_bytes = slab_bytes
         self._make_slab = make_slab
+        self._cancelled = cancelled
         self._num_made = 0
         can_cut = num_slabs >= _LEAST_SLABS_TO_CUT
         self._scratch_bytes = slab_bytes // num_places // 4096 * 4096 if can_cut else 0
@@ -110,37 +117,26 @@ class SlabPool:
         """Size of the slabs that exist."""
         return self._num_made * self._slab_bytes
 
-    def acquire_place(self, *, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Take a place, waiting for one if need be.
+    def acquire_place(self) -> None:
+        """Take a place, waiting for one if need be."""
+        self._take(self._places)
 
-        Raises:
-            Cancelled: If ``cancelled()`` turns true while waiting.
-        """
-        _take(self._places, cancelled)
-
-    def acquire_slab(self, *, cancelled: Callable[[], bool] = lambda: False) -> Slab:
-        """Take a slab for a part that has a place, waiting for one if need be.
-
-        Raises:
-            Cancelled: If ``cancelled()`` turns true while waiting.
-        """
+    def acquire_slab(self) -> Slab:
+        """Take a slab for a part that has a place, waiting for one if need be."""
         if self._free.empty() and self._num_made < self._num_slabs:
             self._num_made += 1
             return self._make_slab(self._slab_bytes)
-        return _take(self._free, cancelled)
+        return self._take(self._free)
 
-    def acquire_scratch(self, *, cancelled: Callable[[], bool] = lambda: False) -> Slab | None:
+    def acquire_scratch(self) -> Slab | None:
         """Take scratch for a part that has a place; None if there is too little memory to cut.
 
         Waits for a slab the first time, for nothing later.
-
-        Raises:
-            Cancelled: If ``cancelled()`` turns true while waiting.
         """
         if not self._scratch_bytes:
             return None
         if self._scratch is None:
-            slab = self.acquire_slab(cancelled=cancelled)
+            slab = self.acquire_slab()
             self._scratch = queue.SimpleQueue()
             for piece in slab.cut(self._scratch_bytes):
                 self._scratch.put(piece)
@@ -165,18 +161,17 @@ class SlabPool:
                 self._scratch.put(scratch)
             self._places.put(None)
 
-
-def _take(free: queue.SimpleQueue[_T], cancelled: Callable[[], bool]) -> _T:
-    while True:
-        try:
-            return free.get_nowait()
-        except queue.Empty:
-            if cancelled():
-                raise Cancelled from None
-        try:
-            return free.get(timeout=_POLL_S)
-        except queue.Empty:
-            continue
+    def _take(self, free: queue.SimpleQueue[_T]) -> _T:
+        while True:
+            try:
+                return free.get_nowait()
+            except queue.Empty:
+                if self._cancelled():
+                    raise Cancelled from None
+            try:
+                return free.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
 
 
 _ALIGNMENT = 64
@@ -442,9 +437,9 @@ class Uploads:
         self._meter = meter or Meter("save")
         self._config = config
         self._pin = pin
-        self._pool = self._make_pool(config)
         self._executor = ThreadPoolExecutor(config.max_uploads, "dcpstore-upload")
         self._failed = threading.Event()
+        self._pool = self._make_pool(config)
         self._open: ObjectStream | None = None
         self._lent: list[weakref.ref[Bytes]] = []
         self._futures: dict[str, Future[DataObject]] = {}
@@ -485,25 +480,17 @@ class Uploads:
         """
         if self._failed.is_set():
             raise Cancelled
-        self._pool.acquire_place(cancelled=self._failed.is_set)
+        self._pool.acquire_place()
 
     def take_scratch(self) -> Slab | None:
-        """Take memory for the little that a part with a place copies; None if it needs a slab.
-
-        Raises:
-            Cancelled: If an upload failed meanwhile.
-        """
+        """Take memory for the little that a part with a place copies; None if it needs a slab."""
         if not self.has_lent or not self._store.capabilities.gathers_parts:
             return None
-        return self._pool.acquire_scratch(cancelled=self._failed.is_set)
+        return self._pool.acquire_scratch()
 
     def take_slab(self) -> Slab:
-        """Take memory for a part that has a place, waiting for it.
-
-        Raises:
-            Cancelled: If an upload failed meanwhile.
-        """
-        return self._pool.acquire_slab(cancelled=self._failed.is_set)
+        """Take memory for a part that has a place, waiting for it."""
+        return self._pool.acquire_slab()
 
     def _make_pool(self, config: WriteConfig) -> SlabPool:
         num_slabs = config.budget_bytes // self.part_bytes
@@ -511,7 +498,8 @@ class Uploads:
         num_places = max(2, config.max_uploads)
         if not self._store.capabilities.gathers_parts:
             num_places = min(num_places, num_slabs)  # it copies what it is lent
-        return SlabPool(num_places, num_slabs, self.part_bytes, self._make_slab)
+        cancelled = self._failed.is_set
+        return SlabPool(num_places, num_slabs, self.part_bytes, self._make_slab, cancelled)
 
     def _make_slab(self, num_bytes: int) -> Slab:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
