@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
+from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.payload import is_plain
 from dcpstore.format.tensors import load_record, unsaveable_reason
 from dcpstore.format.values import (
@@ -26,11 +25,8 @@ from dcpstore.format.values import (
     is_encoded,
     opens_as_saved,
 )
-from dcpstore.format.zip import read_members
-from dcpstore.torch_private import refused_globals
 
 _MOST_NAMED = 10
-_SMALL_RECORD_BYTES = 1 << 16
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _SCALARS = frozenset((float, str, bool, type(None)))
 
@@ -113,28 +109,6 @@ def record_of(name: str, value: Any, *, allow_pickle: bool) -> ValueRecord:
             f"{name!r} is a {type(value).__name__} that cannot be pickled: {error}"
         ) from error
     return stream
-
-
-def refused_names(record: memoryview) -> list[str]:
-    """Return what a ``torch.save`` record names that ``torch.load(weights_only=True)`` refuses.
-
-    Nothing is unpickled. Of what is no record of that form nothing is known: an empty list.
-    """
-    # A name takes two lines of the pickle, and the rest of a small record has one.
-    if len(record) <= _SMALL_RECORD_BYTES and bytes(record).count(b"\n") < 2:
-        return []
-    try:
-        pickled = bytes(read_members(record, "a value")["data.pkl"])
-        return refused_globals(_names_in(pickled))
-    except (CheckpointError, ValueError):
-        return []
-
-
-def _names_in(data: bytes) -> list[tuple[str, str]]:
-    if b"\n" not in data:
-        return []
-    found = [one for opcode, one, _ in pickletools.genops(data) if opcode.name == "GLOBAL"]
-    return [(module, name) for module, _, name in (str(one).partition(" ") for one in found)]
 
 
 def open_record(name: str, stream: io.BytesIO, target: object, *, allow_pickle: bool) -> Any:

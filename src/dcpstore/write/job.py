@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pickletools import genops
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpstore.config import WriteConfig
-from dcpstore.errors import ConfigError, IncompatibleError
+from dcpstore.errors import CheckpointError, ConfigError, IncompatibleError
 from dcpstore.format import keys
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.dtypes import dtype_name
@@ -27,17 +28,20 @@ from dcpstore.format.manifest import DataObject, ItemKind, StoredItem
 from dcpstore.format.payload import copy_bytes_out, is_freed, is_plain, payload_bytes, to_plain
 from dcpstore.format.record import plan_record
 from dcpstore.format.tensors import encode_opaque
-from dcpstore.plan.values import ValueRecord, refused_names
+from dcpstore.format.zip import read_members
+from dcpstore.plan.values import ValueRecord
 from dcpstore.report import Meter
 from dcpstore.store.base import Store
 from dcpstore.store.ranges import ByteRange
 from dcpstore.text import collector_paused
+from dcpstore.torch_private import refused_globals
 from dcpstore.write.upload import ObjectStream, Uploads
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _RECORD_OVERHEAD_BYTES = 700  # for packing only; the true size is known when it is written
+_SMALL_RECORD_BYTES = 1 << 16
 _SCRATCH_BYTES = 1 << 20
 _MARGIN = 64
 _LEAST_PART_BYTES = 8 * _MIB  # 0.08 s of a 100 MB/s connection, about twice a request's delay
@@ -255,16 +259,12 @@ class WriteJob:
         content = data.getbuffer()
         stored = self._write_pieces(stream, [content], "bytes")
         if not isinstance(data, ValueRecord):
-            self._note_refused(index.fqn, content)
+            # Of another planner, whose values the default load may not open.
+            if names := _refused_names(content):
+                self._refused[index.fqn] = names
         elif data.encoded is not None:
             return _Draft(index, stored, self._write_pieces(stream, [data.encoded], "value"))
         return _Draft(index, stored)
-
-    def _note_refused(self, fqn: str, record: memoryview) -> None:
-        """Note a value of another planner that the default load will not open."""
-        names = refused_names(record)
-        if names:
-            self._refused[fqn] = names
 
     def _warn_of_refused(self) -> None:
         if not self._refused:
@@ -413,3 +413,19 @@ def _record_pieces(tensor: torch.Tensor) -> Iterator[memoryview | bytes]:
         copy_bytes_out(tensor, start, end, scratch[: end - start])
         yield scratch.numpy().data[: end - start]
     yield layout.trailer
+
+
+def _refused_names(record: memoryview) -> list[str]:
+    """Return what a ``torch.save`` record names that ``torch.load(weights_only=True)`` refuses.
+
+    Nothing is unpickled. Of what is no record of that form nothing is known: an empty list.
+    """
+    # A name takes two lines of the pickle, and the rest of a small record has one.
+    if len(record) <= _SMALL_RECORD_BYTES and bytes(record).count(b"\n") < 2:
+        return []
+    try:
+        data = bytes(read_members(record, "a value")["data.pkl"])
+        named = [str(one) for opcode, one, _ in genops(data) if opcode.name == "GLOBAL"]
+    except (CheckpointError, ValueError):
+        return []
+    return refused_globals((module, name) for module, _, name in (n.partition(" ") for n in named))
