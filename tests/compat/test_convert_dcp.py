@@ -19,7 +19,7 @@ from dcpstore.convert.dcp.copy import (
     ObjectCheck,
     Transfer,
     mirror,
-    pass_through,
+    pass_ranges,
 )
 from dcpstore.convert.dcp.source import own_run
 from dcpstore.convert.output import share_budget
@@ -28,6 +28,7 @@ from dcpstore.format.manifest import decode
 from dcpstore.ranks import SingleGroup
 from dcpstore.report import Meter
 from dcpstore.store import Store, open_store
+from dcpstore.store.ranges import ByteRange
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 from dcpstore.testing.ranks import run_ranks
 
@@ -320,8 +321,8 @@ def test_ranges_are_fetched_ahead_within_the_budget() -> None:
     for number, size in enumerate(sizes):
         inner.put(f"k{number}", bytes([number]) * size)
     config = dcpstore.ReadConfig(budget_bytes=16 * MIB, request_bytes=2 * MIB)
-    objects = [(f"k{n}", size) for n, size in enumerate(sizes)]
-    with pass_through(inner, objects, config) as pieces:
+    ranges = [(f"k{n}", ByteRange(0, size)) for n, size in enumerate(sizes)]
+    with pass_ranges(inner, ranges, config) as pieces:
         found = b"".join(pieces)
     assert found == b"".join(bytes([n]) * size for n, size in enumerate(sizes))
     ranged = [one for one in inner.requests if one.verb == "get_range"]

@@ -185,30 +185,20 @@ class ObjectCheck:
 
 
 @contextmanager
-def pass_through(
-    store: Store, objects: Iterable[tuple[str, int]], config: ReadConfig
+def pass_ranges(
+    store: Store, ranges: Iterable[tuple[str, ByteRange]], config: ReadConfig
 ) -> Iterator[Iterator[memoryview]]:
-    """Give an iterator over the bytes of objects, each front to back, fetched ahead.
+    """Give an iterator over the bytes of ranges, each front to back, fetched ahead.
 
     Args:
-        store: Where they lie.
-        objects: Key and size of each.
+        store: Where the objects lie.
+        ranges: Key and range of each.
         config: Half of its budget is asked for at a time.
 
     Raises:
         NotFoundError: If an object is gone.
-        CorruptError: If one is shorter than its size.
+        CorruptError: If one is shorter than a range.
     """
-    ranges = ((key, ByteRange(0, size_bytes)) for key, size_bytes in objects)
-    with pass_ranges(store, ranges, config) as pieces:
-        yield pieces
-
-
-@contextmanager
-def pass_ranges(
-    store: Store, ranges: Iterable[tuple[str, ByteRange]], config: ReadConfig
-) -> Iterator[Iterator[memoryview]]:
-    """As `pass_through`, of ranges of objects."""
     requests = (
         (span.num_bytes, partial(store.get_range, key, *span))
         for key, whole in ranges
@@ -367,10 +357,10 @@ def _copy_through(
         overwrite=transfer.overwrite,
         meter=transfer.meter,
     )
-    objects = ((task.source_key, task.size_bytes) for task in tasks)
+    objects = ((task.source_key, ByteRange(0, task.size_bytes)) for task in tasks)
     config = transfer.shares.read_config()
     crcs = {}
-    with pass_through(transfer.source, objects, config) as pieces, outputs:
+    with pass_ranges(transfer.source, objects, config) as pieces, outputs:
         for task in tasks:
             check = ObjectCheck(transfer.source.url, task.source_key, task.items)
             with outputs.write(task.key) as stream:
@@ -406,8 +396,8 @@ def verify_copies(transfer: Transfer, tasks: Sequence[CopyTask], copied: Copied)
         return copied
     spans = {task.key: task.unproven() for task in tasks if task.key in copied.by_server}
     expected = {**copied.crcs, **_crcs_of(transfer, tasks, spans)}
-    objects = ((task.key, task.size_bytes) for task in tasks)
-    with pass_through(transfer.target, objects, transfer.shares.read_config()) as pieces:
+    objects = ((task.key, ByteRange(0, task.size_bytes)) for task in tasks)
+    with pass_ranges(transfer.target, objects, transfer.shares.read_config()) as pieces:
         for task in tasks:
             check = ObjectCheck(transfer.target.url, task.key, task.items, spans.get(task.key))
             try:
