@@ -553,22 +553,16 @@ class FileRanges:
     """Ranges of local files; arguments and answers of `fetch` are those of `HttpRanges`."""
 
     def fetch(
-        self,
-        client: Any,
-        path: str,
-        asked: Asked,
-        start: int,
-        destination: Destination,
-        most_s: float,
+        self, client: Any, path: str, asked: Asked, start: int, into: Destination, most_s: float
     ) -> bool:
         """Read a range of a file into its destination."""
         del client, asked, most_s
         try:
             with Path(f"/{path}").open("rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size < start + destination.num_bytes:
+                if os.fstat(file.fileno()).st_size < start + into.num_bytes:
                     return False
                 file.seek(start)
-                with destination.writing(lambda: None) as pieces:
+                with into.writing(lambda: None) as pieces:
                     return all(_read_exactly(file, piece) for piece in pieces)
         except OSError:
             return False
@@ -605,13 +599,7 @@ class HttpRanges:
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     def fetch(
-        self,
-        client: Any,
-        path: str,
-        asked: Asked,
-        start: int,
-        destination: Destination,
-        most_s: float,
+        self, client: Any, path: str, asked: Asked, start: int, into: Destination, most_s: float
     ) -> bool:
         """Receive a range of an object into its destination.
 
@@ -620,7 +608,7 @@ class HttpRanges:
             path: Of the object, as obstore takes it.
             asked: What is fetched, for messages.
             start: First byte of the range in the object.
-            destination: Where it goes; its size tells the range's.
+            into: Where it goes; its size tells the range's.
             most_s: For the answer as a whole.
 
         Returns:
@@ -633,7 +621,7 @@ class HttpRanges:
         if self._num_detours >= _MOST_DETOURS:  # a server that refuses signed URLs
             return False
         url = obstore.sign(client, "GET", path, _SIGNED_FOR)
-        was_range = self._fetch(url, asked, start, destination, monotonic() + most_s)
+        was_range = self._fetch(url, asked, start, into, monotonic() + most_s)
         self._num_detours = 0 if was_range else self._num_detours + 1
         return was_range
 
