@@ -1,35 +1,26 @@
-"""One difference between two checkpoints.
-
-When two tensors or two values are the same: to the last bit.
-
-A NaN equals the same NaN, and zero differs from minus zero: what matters is whether a load of
-one checkpoint gives the bytes that a load of the other gives.
-
-Reading the same tensors of two checkpoints side by side, in bounded memory.
-
-Tensors are cut into blocks of rows. As many blocks as fit a quarter of the budget are read of
-either side at the same time; another half is for bytes on their way::
-
-    budget   |-- left blocks --|-- right blocks --|---- requests of both sides ----|
-
-The contents of two checkpoints, key by key: by checksum where that tells, else by reading.
-
-How two checkpoints differ: keys, shapes, dtypes, and the values to the last bit.
+"""How two checkpoints differ: keys, shapes, dtypes, and the values to the last bit.
 
 1. read the metadata of both; compare keys, kinds, shapes and dtypes
 2. compare values by checksum where both were cut into the same chunks: no data request
 3. read the rest of both, side by side, in bounded memory
 
 Equal CRC32C per block means equal bytes but for a chance of 2**-32 per block that differs by
-accident; ``read_all`` leaves step 2 out. What is the same is said in `dcpstore.audit.diff`.
+accident; ``read_all`` leaves step 2 out. A NaN equals the same NaN, and zero differs from minus
+zero: what matters is whether a load of one checkpoint gives the bytes that a load of the other
+gives.
+
+Tensors are cut into boxes of rows. As many boxes as fit a quarter of the budget are read of
+either side at the same time; another half is for bytes on their way::
+
+    budget   |-- left boxes --|-- right boxes --|---- requests of both sides ----|
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from math import prod
@@ -48,7 +39,6 @@ from dcpstore.format.manifest import StoredItem
 from dcpstore.format.payload import bands
 from dcpstore.format.tensors import encode_opaque
 from dcpstore.plan.rules import KeyRules
-from dcpstore.plan.values import ValueRecord
 from dcpstore.read.checkpoint import Checkpoint, open_checkpoint
 from dcpstore.read.pump import Pump
 from dcpstore.report import Meter, ProgressCallback, show_progress
@@ -119,19 +109,12 @@ def _compare_bytes(left: StoredItem, right: StoredItem) -> bool | None:
     return bool(np.array_equal(left.checksums, right.checksums))
 
 
-def different_elements(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _different_elements(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the positions at which two tensors of one shape and dtype differ, flattened."""
-    return _different(_bytes_of(left), _bytes_of(right), left.element_size())
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _different(left: torch.Tensor, right: torch.Tensor, item_bytes: int) -> torch.Tensor:
-    if torch.equal(left, right):
+    one, other = (side.contiguous().reshape(-1).view(torch.uint8) for side in (left, right))
+    if torch.equal(one, other):
         return torch.empty(0, dtype=torch.int64)
-    per_element = (left != right).view(-1, item_bytes).any(dim=1)
+    per_element = (one != other).view(-1, left.element_size()).any(dim=1)
     return torch.nonzero(per_element).view(-1)
 
 
@@ -159,14 +142,14 @@ def _are_same_tensors(left: Any, right: Any) -> bool:
         return False
     if left.layout != torch.strided or left.is_quantized:
         return bool(encode_opaque(left) == encode_opaque(right))
-    return different_elements(left, right).numel() == 0
+    return _different_elements(left, right).numel() == 0
 
 
 _PARTS_OF_BUDGET = 4
 
 
 @dataclass(slots=True)
-class Mismatch:
+class _Mismatch:
     """How two tensors differ.
 
     Attributes:
@@ -182,81 +165,6 @@ class Mismatch:
     right: str
 
 
-def config_of_side(config: ReadConfig) -> ReadConfig:
-    """Return what either checkpoint may take of the budget for bytes on their way."""
-    budget_bytes = max(config.budget_bytes // _PARTS_OF_BUDGET, config.request_bytes)
-    return replace(config, budget_bytes=budget_bytes, casts="exact")
-
-
-def compare_tensors(
-    left: Checkpoint,
-    right: Checkpoint,
-    fqns: Iterable[str],
-    meter: Meter,
-    *,
-    budget_bytes: int,
-) -> dict[str, Mismatch]:
-    """Read tensors of one shape and dtype from both sides and compare every bit.
-
-    Args:
-        left: One checkpoint.
-        right: The other.
-        fqns: Plain tensors that both have.
-        meter: Counts the bytes compared, of one side.
-        budget_bytes: Memory for everything.
-
-    Returns:
-        How they differ, of those that do.
-    """
-    batch_bytes = max(1, budget_bytes // _PARTS_OF_BUDGET)
-    blocks = [block for fqn in fqns for block in _blocks(left, fqn, batch_bytes)]
-    large = {block.fqn for block in blocks if tensor_bytes(left, block.fqn) > batch_bytes}
-    memories = [torch.empty(batch_bytes, dtype=torch.uint8) for _ in range(2)]
-    found: dict[str, Mismatch] = {}
-    for side in (left, right):
-        side.locate(large)
-    with Pump(2, "dcpstore-diff") as pump:
-        for batch in batches(blocks, batch_bytes):
-            calls = [
-                (1, partial(read_batch, side, batch, memory))
-                for side, memory in zip((left, right), memories, strict=True)
-            ]
-            for (block, one), (_, other) in zip(*pump.in_order(calls, 2), strict=True):
-                assert isinstance(one, torch.Tensor)
-                assert isinstance(other, torch.Tensor)
-                _note(found, block, one, other)
-                meter.advance(block.num_bytes)
-    return found
-
-
-def tensor_bytes(checkpoint: Checkpoint, fqn: str) -> int:
-    """Return the bytes of a whole tensor's elements."""
-    entry: Any = checkpoint.metadata.state_dict_metadata[fqn]
-    num_bytes: int = prod(entry.size) * entry.properties.dtype.itemsize
-    return num_bytes
-
-
-def _blocks(checkpoint: Checkpoint, fqn: str, max_bytes: int) -> Iterator[Block]:
-    entry = checkpoint.tensors[fqn]
-    sizes, dtype = tuple(entry.size), entry.properties.dtype
-    strides, first = row_major_strides(sizes), (0,) * len(sizes)
-    for offsets, part in bands(strides, first, sizes, dtype.itemsize, max_bytes=max_bytes):
-        yield Block(fqn, "box", offsets, part, dtype, prod(part) * dtype.itemsize)
-
-
-def _note(found: dict[str, Mismatch], box: Block, left: torch.Tensor, right: torch.Tensor) -> None:
-    places = different_elements(left, right)
-    if not places.numel():
-        return
-    if box.fqn in found:
-        found[box.fqn].num_elements += places.numel()
-        return
-    inner = torch.unravel_index(places[0], box.sizes) if box.sizes else ()
-    at = tuple(int(step) for step in inner)
-    first = tuple(offset + step for offset, step in zip(box.offsets, at, strict=True))
-    found[box.fqn] = Mismatch(places.numel(), first, _text(left[at]), _text(right[at]))
-
-
 def _text(element: torch.Tensor) -> str:
     try:
         return str(element.item())
@@ -268,84 +176,131 @@ _VALUES_AT_ONCE = 64
 _MAX_TEXT = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Sides:
-    """Two open checkpoints."""
-
-    left: Checkpoint
-    right: Checkpoint
-
-
-@dataclass(slots=True)
-class Contents:
-    """What a comparison of contents found.
-
-    Attributes:
-        differences: By key.
-        num_by_checksum: Keys that checksums decided.
-        num_read: Keys that were read.
-    """
-
-    differences: dict[str, Difference] = field(default_factory=dict)
-    num_by_checksum: int = 0
-    num_read: int = 0
-
-
-def compare_contents(
-    sides: Sides, fqns: Sequence[str], config: ReadConfig, meter: Meter, *, read_all: bool
-) -> Contents:
-    """Compare the contents of keys whose metadata are the same.
+class _Contents:
+    """Compares the contents of keys whose metadata are the same.
 
     Args:
-        sides: The checkpoints.
-        fqns: The keys.
-        config: Its byte budget bounds the memory of both sides together.
+        left: One checkpoint.
+        right: The other.
         meter: Counts the bytes compared by reading, of one side.
-        read_all: Read even where checksums would tell.
+        budget_bytes: Memory of both sides together.
     """
-    contents = Contents()
-    unknown = []
-    for fqn in fqns:
-        verdict = None if read_all else _decide(sides, fqn)
-        if verdict is None:
-            unknown.append(fqn)
-            continue
-        contents.num_by_checksum += 1
-        if verdict:
-            contents.differences[fqn] = Difference(fqn, "value", detail=verdict)
-    contents.num_read = len(unknown)
-    plain = [fqn for fqn in unknown if _is_plain(sides, fqn)]
-    meter.expect(sum(tensor_bytes(sides.left, fqn) for fqn in plain))
-    mismatches = compare_tensors(
-        sides.left, sides.right, plain, meter, budget_bytes=config.budget_bytes
-    )
-    for fqn, mismatch in mismatches.items():
-        contents.differences[fqn] = _of_tensor(sides, fqn, mismatch)
-    for difference in _compare_values(sides, sorted(set(unknown) - set(plain))):
-        contents.differences[difference.fqn] = difference
-    return contents
 
+    def __init__(
+        self, left: Checkpoint, right: Checkpoint, meter: Meter, budget_bytes: int
+    ) -> None:
+        self._left = left
+        self._right = right
+        self._meter = meter
+        self._batch_bytes = max(1, budget_bytes // _PARTS_OF_BUDGET)
+        self.differences: dict[str, Difference] = {}
+        self.num_by_checksum = 0
+        self.num_read = 0
 
-def _is_plain(sides: Sides, fqn: str) -> bool:
-    entry = sides.left.metadata.state_dict_metadata[fqn]
-    if not isinstance(entry, TensorStorageMetadata):
-        return False
-    return not (sides.left.is_opaque(fqn) or sides.right.is_opaque(fqn))
+    def compare(self, fqns: Sequence[str], *, read_all: bool) -> None:
+        """Compare keys, and note how they differ.
 
+        Args:
+            fqns: The keys.
+            read_all: Read even where checksums would tell.
+        """
+        unknown = [fqn for fqn in fqns if read_all or not self._is_told_by_checksum(fqn)]
+        self.num_by_checksum = len(fqns) - len(unknown)
+        self.num_read = len(unknown)
+        tensors = self._left.tensors
+        plain = [
+            fqn
+            for fqn in unknown
+            if fqn in tensors and not (self._left.is_opaque(fqn) or self._right.is_opaque(fqn))
+        ]
+        self._meter.expect(sum(self._num_bytes(fqn) for fqn in plain))
+        for fqn, one in self._compare_tensors(plain).items():
+            detail = (
+                f"{one.num_elements:,} of {prod(tensors[fqn].size):,} element(s) differ, first at"
+                f" {list(one.first)}: {one.left} | {one.right}"
+            )
+            self._note(Difference(fqn, "value", one.left, one.right, detail))
+        self._compare_values(sorted(set(unknown) - set(plain)))
 
-# --- by checksum ---------------------------------------------------------------------
+    def _note(self, difference: Difference) -> None:
+        self.differences[difference.fqn] = difference
 
+    def _num_bytes(self, fqn: str) -> int:
+        entry = self._left.tensors[fqn]
+        return prod(entry.size) * entry.properties.dtype.itemsize
 
-def _decide(sides: Sides, fqn: str) -> str | None:
-    """Compare without a request: empty if equal, how they differ, or None if unknown."""
-    left, right = _stored(sides.left, fqn), _stored(sides.right, fqn)
-    if left.keys() != right.keys():
-        return None
-    verdicts = [compare_stored(left[place], right[place]) for place in left]
-    if any(verdict is False for verdict in verdicts):
-        num_different = sum(verdict is False for verdict in verdicts)
-        return f"{num_different} of {count_text(len(verdicts), 'chunk')} differ by checksum"
-    return "" if all(verdicts) else None
+    # --- by checksum -----------------------------------------------------------------
+
+    def _is_told_by_checksum(self, fqn: str) -> bool:
+        """Compare without a request; return whether that could tell."""
+        left, right = _stored(self._left, fqn), _stored(self._right, fqn)
+        if left.keys() != right.keys():
+            return False
+        verdicts = [compare_stored(left[place], right[place]) for place in left]
+        num_different = verdicts.count(False)
+        if num_different:
+            detail = f"{num_different} of {count_text(len(verdicts), 'chunk')} differ by checksum"
+            self._note(Difference(fqn, "value", detail=detail))
+        return num_different > 0 or all(verdicts)
+
+    # --- by reading ------------------------------------------------------------------
+
+    def _compare_tensors(self, fqns: Sequence[str]) -> dict[str, _Mismatch]:
+        """Read plain tensors from both sides; return how those differ that do."""
+        found: dict[str, _Mismatch] = {}
+        sides, limit = (self._left, self._right), self._batch_bytes
+        memories = [torch.empty(limit, dtype=torch.uint8) for _ in sides]
+        for side in sides:
+            side.locate({fqn for fqn in fqns if self._num_bytes(fqn) > limit})
+        blocks = (block for fqn in fqns for block in self._blocks(fqn))
+        with Pump(2, "dcpstore-diff") as pump:
+            for batch in batches(blocks, limit):
+                calls = [
+                    (1, partial(read_batch, side, batch, memory))
+                    for side, memory in zip(sides, memories, strict=True)
+                ]
+                for (block, one), (_, other) in zip(*pump.in_order(calls, 2), strict=True):
+                    assert isinstance(one, torch.Tensor)
+                    assert isinstance(other, torch.Tensor)
+                    _compare_blocks(found, block, one, other)
+                    self._meter.advance(block.num_bytes)
+        return found
+
+    def _blocks(self, fqn: str) -> Iterator[Block]:
+        entry = self._left.tensors[fqn]
+        sizes, dtype = tuple(entry.size), entry.properties.dtype
+        strides, first = row_major_strides(sizes), (0,) * len(sizes)
+        for offsets, part in bands(
+            strides, first, sizes, dtype.itemsize, max_bytes=self._batch_bytes
+        ):
+            yield Block(fqn, "box", offsets, part, dtype, prod(part) * dtype.itemsize)
+
+    def _compare_values(self, fqns: Sequence[str]) -> None:
+        """Compare what is no plain tensor: small as a rule, so that a few at a time fit."""
+        left, right, tensors = self._left, self._right, self._left.tensors
+        for fqn in filter(tensors.__contains__, fqns):
+            if not are_same(left.read_opaque(fqn), right.read_opaque(fqn)):
+                self._note(Difference(fqn, "value", detail="their contents differ"))
+        rest = iter([fqn for fqn in fqns if fqn not in tensors])
+        while batch := list(islice(rest, _VALUES_AT_ONCE)):
+            ones, others = (side.read_value_records(batch) for side in (left, right))
+            for fqn in batch:
+                if ones[fqn].getvalue() != others[fqn].getvalue():
+                    self._compare_value(fqn, ones[fqn].encoded, others[fqn].encoded)
+
+    def _compare_value(self, fqn: str, left: bytes | None, right: bytes | None) -> None:
+        """Open values whose bytes differ: equal ones may have been pickled in two ways."""
+        has_encoding = left is not None or right is not None
+        if has_encoding and left == right:
+            return
+        try:
+            one, other = self._left.read_value(fqn), self._right.read_value(fqn)
+        except (CorruptError, IncompatibleError):
+            detail = "their bytes differ; they hold more than plain data, so they were not opened"
+            self._note(Difference(fqn, "value", detail=detail))
+            return
+        if has_encoding or not are_same(one, other):
+            self._note(Difference(fqn, "value", _short(one), _short(other)))
 
 
 def _stored(
@@ -373,53 +328,19 @@ def _stored(
     return found
 
 
-# --- by reading ----------------------------------------------------------------------
-
-
-def _of_tensor(sides: Sides, fqn: str, mismatch: Mismatch) -> Difference:
-    entry: Any = sides.left.metadata.state_dict_metadata[fqn]
-    total = prod(entry.size)
-    detail = (
-        f"{mismatch.num_elements:,} of {total:,} element(s) differ, first at"
-        f" {list(mismatch.first)}: {mismatch.left} | {mismatch.right}"
-    )
-    return Difference(fqn, "value", mismatch.left, mismatch.right, detail)
-
-
-def _compare_values(sides: Sides, fqns: Sequence[str]) -> Iterator[Difference]:
-    """Compare what is no plain tensor: small as a rule, so that a few at a time fit."""
-    tensors = sides.left.tensors
-    for fqn in filter(tensors.__contains__, fqns):
-        if not are_same(sides.left.read_opaque(fqn), sides.right.read_opaque(fqn)):
-            yield Difference(fqn, "value", detail="their contents differ")
-    rest = iter([fqn for fqn in fqns if fqn not in tensors])
-    while batch := list(islice(rest, _VALUES_AT_ONCE)):
-        left, right = (side.read_value_records(batch) for side in (sides.left, sides.right))
-        for fqn in batch:
-            if left[fqn].getvalue() != right[fqn].getvalue():
-                difference = _compare_value(sides, fqn, left[fqn], right[fqn])
-                if difference is not None:
-                    yield difference
-
-
-def _compare_value(
-    sides: Sides, fqn: str, left: ValueRecord, right: ValueRecord
-) -> Difference | None:
-    """Open values whose bytes differ: equal ones may have been pickled in two ways."""
-    has_encoding = left.encoded is not None or right.encoded is not None
-    if has_encoding and left.encoded == right.encoded:
-        return None
-    try:
-        one, other = sides.left.read_value(fqn), sides.right.read_value(fqn)
-    except (CorruptError, IncompatibleError):
-        return Difference(
-            fqn,
-            "value",
-            detail="their bytes differ; they hold more than plain data, so they were not opened",
-        )
-    if not has_encoding and are_same(one, other):
-        return None
-    return Difference(fqn, "value", _short(one), _short(other))
+def _compare_blocks(
+    found: dict[str, _Mismatch], block: Block, left: torch.Tensor, right: torch.Tensor
+) -> None:
+    places = _different_elements(left, right)
+    if not places.numel():
+        return
+    if block.fqn in found:
+        found[block.fqn].num_elements += places.numel()
+        return
+    inner = torch.unravel_index(places[0], block.sizes) if block.sizes else ()
+    at = tuple(int(step) for step in inner)
+    first = tuple(offset + step for offset, step in zip(block.offsets, at, strict=True))
+    found[block.fqn] = _Mismatch(places.numel(), first, _text(left[at]), _text(right[at]))
 
 
 def _short(value: object) -> str:
@@ -524,16 +445,18 @@ def compare_checkpoints(
     """
     config = config or ReadConfig()
     began = monotonic()
-    open_side = partial(open_checkpoint, config=config_of_side(config), store_opener=store_opener)
+    side_bytes = max(config.budget_bytes // _PARTS_OF_BUDGET, config.request_bytes)
+    side_config = replace(config, budget_bytes=side_bytes, casts="exact")
+    open_side = partial(open_checkpoint, config=side_config, store_opener=store_opener)
     with (
         show_progress("diff", progress, is_coordinator=True) as meter,
         open_side(left, storage_options=left_options) as one,
         open_side(right, storage_options=right_options) as other,
     ):
-        found, same = compare_metadata(one, other, rules or KeyRules())
-        told = Contents()
+        found, same = _compare_metadata(one, other, rules or KeyRules())
+        told = _Contents(one, other, meter, config.budget_bytes)
         if values:
-            told = compare_contents(Sides(one, other), same, config, meter, read_all=read_all)
+            told.compare(same, read_all=read_all)
         changed = {**found, **told.differences}
         return Comparison(
             left=one.url,
@@ -555,7 +478,7 @@ def _ordered(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
     yield from (fqn for fqn in other.keys if fqn not in left)
 
 
-def compare_metadata(
+def _compare_metadata(
     one: Checkpoint, other: Checkpoint, rules: KeyRules
 ) -> tuple[dict[str, Difference], list[str]]:
     """Compare what the metadata tell; return the differences, and the keys without any."""
@@ -575,19 +498,19 @@ def compare_metadata(
 
 
 def _compare_entries(fqn: str, left: Any, right: Any) -> Difference | None:
-    if left is None or right is None:
-        kind: DifferenceKind = "only right" if left is None else "only left"
-        return Difference(fqn, kind, _describe(left), _describe(right))
     is_tensor = isinstance(left, TensorStorageMetadata)
-    if is_tensor != isinstance(right, TensorStorageMetadata):
-        return Difference(fqn, "kind", _describe(left), _describe(right))
-    if not is_tensor:
+    kind: DifferenceKind
+    if left is None or right is None:
+        kind = "only right" if left is None else "only left"
+    elif is_tensor != isinstance(right, TensorStorageMetadata):
+        kind = "kind"
+    elif is_tensor and tuple(left.size) != tuple(right.size):
+        kind = "shape"
+    elif is_tensor and left.properties.dtype != right.properties.dtype:
+        kind = "dtype"
+    else:
         return None
-    if tuple(left.size) != tuple(right.size):
-        return Difference(fqn, "shape", _describe(left), _describe(right))
-    if left.properties.dtype != right.properties.dtype:
-        return Difference(fqn, "dtype", _describe(left), _describe(right))
-    return None
+    return Difference(fqn, kind, _describe(left), _describe(right))
 
 
 def _describe(entry: Any) -> str:
