@@ -51,7 +51,7 @@ from dcpstore.format.zip import (
     read_local_header,
     wide_numbers,
 )
-from dcpstore.store.ranges import row_major_strides
+from dcpstore.store.ranges import is_row_major, row_major_strides
 
 if TYPE_CHECKING:
     import torch
@@ -253,14 +253,10 @@ class StoredTensor:
         numel = prod(self.shape)
         if numel == 0:
             return True
-        wanted = row_major_strides(self.shape)
         return (
             self.storage_offset == 0
             and self.payload_bytes == numel * item_bytes(self.dtype)
-            and all(
-                size == 1 or stride == want
-                for size, stride, want in zip(self.shape, self.strides, wanted, strict=True)
-            )
+            and is_row_major(self.shape, self.strides)
         )
 
 

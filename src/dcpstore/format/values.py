@@ -12,15 +12,13 @@ A node is a tag of one byte and what belongs to it; all integers are little-endi
     l t q    u64 n, n nodes: list, tuple,   e f      u64 n, n nodes: set, frozenset
              deque (maxlen comes first)
     m o C D  u64 n, n pairs of nodes: dict, OrderedDict, Counter, defaultdict (factory first)
-    x        u8 n, n bytes: a name of `_REBUILD`; then a tuple: its arguments
+    x        u8 n, n bytes: a name in `_CALLS`; then a tuple: its arguments
     z        str node "module:qualname", "enum", "tuple" or "fields", and a node: an instance
 
 Nothing is shared, so nothing contains itself. A decoder checks every count against the bytes
 that are left, and every array's size against its bytes, before it makes anything: what it makes
 takes at most 100 times the memory of the bytes. Instances of users' classes are only made of
 classes that the caller hands in. ``docs/design/012-manifest-version-2.md`` has the whole format.
-
-Which values need an encoding, and the encoder. `dcpstore.format.values` has the form.
 """
 
 from __future__ import annotations
@@ -32,13 +30,14 @@ import decimal
 import enum
 import fractions
 import io
+import math
 import pathlib
 import struct
 import sys
 import uuid
 import zoneinfo
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -232,14 +231,11 @@ class _Decoder:
             if longest is not None and (type(longest) is not int or count > longest):
                 raise ValueError("a deque is longer than its maxlen")
         found = [self.node(depth + 1) for _ in range(count)]
-        if tag == b"l":
-            return found
-        if tag == b"t":
-            return tuple(found)
         if tag == b"q":
             return collections.deque(found, longest)
-        _check_hashes(found)
-        made = set(found) if tag == b"e" else frozenset(found)
+        if tag in b"ef":
+            _check_hashes(found)
+        made = {b"l": list, b"t": tuple, b"e": set, b"f": frozenset}[tag](found)
         if len(made) != count:
             raise ValueError("a set holds an element twice")
         return made
@@ -265,7 +261,7 @@ class _Decoder:
         arguments = self.node(depth + 1)
         if type(arguments) is not tuple:
             raise ValueError("no tuple of arguments")
-        return _REBUILD[name](*arguments)
+        return _MAKE[name](*arguments)
 
     def _instance(self, depth: int) -> Any:
         name, form = self.node(depth + 1), self.node(depth + 1)
@@ -331,22 +327,43 @@ PATHS = {
 }
 
 
+class _Call(NamedTuple):
+    """How instances of some types are made again: by a call.
+
+    Attributes:
+        name: In the encoding.
+        kinds: The types.
+        arguments: Returns those of the call: values that have an encoding, or a memoryview.
+            Raises ValueError with a hint for people if an instance has no encoding.
+        make: What is called.
+    """
+
+    name: str
+    kinds: tuple[type, ...]
+    arguments: Callable[[Any], Iterable[Any]]
+    make: Callable[..., Any]
+
+
 def _bytes_io(content: bytes, position: int) -> io.BytesIO:
     made = io.BytesIO(content)
     made.seek(position)
     return made
 
 
-def _decimal(text: str) -> decimal.Decimal:
+def _short_text(text: str) -> str:
     if len(text) > MAX_NUMBER_BYTES:
-        raise ValueError("a number that is too long")
-    return decimal.Decimal(text)
+        raise ValueError(f"it has more than {MAX_NUMBER_BYTES} digits")
+    return text
 
 
-def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
-    if max(numerator.bit_length(), denominator.bit_length()) > 8 * MAX_NUMBER_BYTES:
-        raise ValueError("a number that is too long")
-    return fractions.Fraction(numerator, denominator)
+def _short_ints(*parts: int) -> tuple[int, ...]:
+    if max(part.bit_length() for part in parts) > 8 * MAX_NUMBER_BYTES:
+        raise ValueError(f"it takes more than {MAX_NUMBER_BYTES} bytes")
+    return parts
+
+
+def _clock(one: dt.time | dt.datetime) -> tuple[Any, ...]:
+    return one.hour, one.minute, one.second, one.microsecond, one.tzinfo, one.fold
 
 
 def _time(hour: int, minute: int, second: int, micro: int, zone: Any, fold: int) -> dt.time:
@@ -376,16 +393,33 @@ def _path(kind: str, text: str) -> pathlib.PurePath:
         raise IncompatibleError(f"a {kind} cannot be made on this system") from error
 
 
+# --- of numpy and torch ------------------------------------------------------------------
+
+
+def _dtype_parts(dtype: np.dtype[Any]) -> tuple[Any, str]:
+    described = dtype.str if dtype.names is None else dtype.descr
+    known = dtype.kind in "biufcmMSUV" and not dtype.hasobject and dtype.subdtype is None
+    made = make_dtype(described, dtype.char) if known else None
+    if made != dtype or made.type is not dtype.type:
+        raise ValueError(f"its dtype {dtype} holds objects or is not numpy's own")
+    return described, dtype.char
+
+
+def _array_parts(value: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    dtype = _dtype_parts(value.dtype)
+    is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+    flat = np.ascontiguousarray(value.T if is_fortran else value).reshape(-1)
+    content = memoryview(flat.view(np.uint8).data if flat.nbytes else b"")
+    return *dtype, is_fortran, value.shape, content
+
+
 def _array(
     described: Any, char: str, is_fortran: bool, shape: tuple[int, ...], content: bytes
 ) -> np.ndarray[Any, Any]:
     dtype = make_dtype(described, char)
     if len(shape) > 32 or any(type(one) is not int or one < 0 for one in shape):
         raise ValueError("an impossible shape")
-    num_elements = 1
-    for one in shape:
-        num_elements *= one
-    if num_elements * dtype.itemsize != len(content):
+    if math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError("an array's shape does not fit its bytes")
     if not content:
         return np.empty(shape, dtype, order="F" if is_fortran else "C")
@@ -393,6 +427,12 @@ def _array(
     made: np.ndarray[Any, Any] = flat.reshape(shape[::-1] if is_fortran else shape)
     own: np.ndarray[Any, Any] = np.array(made.T, order="F") if is_fortran else made.copy()
     return own
+
+
+def _scalar_parts(value: np.generic) -> tuple[Any, ...]:
+    if type(value) is not value.dtype.type or not value.nbytes:
+        raise ValueError
+    return *_dtype_parts(value.dtype), memoryview(value.tobytes())
 
 
 def _scalar(described: Any, char: str, content: bytes) -> Any:
@@ -405,6 +445,16 @@ def _torch_name(name: str) -> Any:
     if not isinstance(made, torch.dtype | torch.layout):
         raise TypeError("no name of a kind that is saved")
     return made
+
+
+def _tensor_parts(value: torch.Tensor) -> tuple[Any, ...]:
+    if not is_plain(value) or value.device.type != "cpu" or vars(value):
+        raise ValueError(
+            "beside values that need an encoding, only dense tensors on the CPU can be saved:"
+            " give it a key of its own"
+        )
+    content = memoryview(payload_bytes(value.detach()))
+    return dtype_name(value.dtype), tuple(value.shape), value.requires_grad, content
 
 
 def _tensor(name: str, shape: tuple[int, ...], requires_grad: bool, content: bytes) -> torch.Tensor:
@@ -422,32 +472,65 @@ def _parameter(*fields: Any) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
 
 
-_REBUILD: dict[str, Callable[..., Any]] = {
-    "ellipsis": lambda: ...,
-    "slice": slice,
-    "range": range,
-    "io.BytesIO": _bytes_io,
-    "decimal": _decimal,
-    "fraction": _fraction,
-    "uuid": lambda content: uuid.UUID(bytes=content),
-    "date": dt.date,
-    "time": _time,
-    "datetime": _datetime,
-    "timedelta": dt.timedelta,
-    "timezone": dt.timezone,
-    "zoneinfo": _zone,
-    "path": _path,
-    "numpy.ndarray": _array,
-    "numpy.scalar": _scalar,
-    "numpy.str_": np.str_,
-    "numpy.bytes_": np.bytes_,
-    "numpy.dtype": make_dtype,
-    "torch.Tensor": _tensor,
-    "torch.Parameter": _parameter,
-    "torch.Size": lambda *sizes: torch.Size(sizes),
-    "torch.device": torch.device,
-    "torch.name": _torch_name,
-}
+_SCALAR = _Call("numpy.scalar", (), _scalar_parts, _scalar)
+_CALLS = (
+    _Call("ellipsis", (type(...),), lambda _: (), lambda: ...),
+    _Call("slice", (slice,), lambda one: (one.start, one.stop, one.step), slice),
+    _Call("range", (range,), lambda one: (one.start, one.stop, one.step), range),
+    _Call("io.BytesIO", (io.BytesIO,), lambda one: (one.getvalue(), one.tell()), _bytes_io),
+    _Call(
+        "decimal",
+        (decimal.Decimal,),
+        lambda one: (_short_text(str(one)),),
+        lambda text: decimal.Decimal(_short_text(text)),
+    ),
+    _Call(
+        "fraction",
+        (fractions.Fraction,),
+        lambda one: _short_ints(one.numerator, one.denominator),
+        lambda *parts: fractions.Fraction(*_short_ints(*parts)),
+    ),
+    _Call("uuid", (uuid.UUID,), lambda one: (one.bytes,), lambda data: uuid.UUID(bytes=data)),
+    _Call("date", (dt.date,), lambda one: (one.year, one.month, one.day), dt.date),
+    _Call("time", (dt.time,), _clock, _time),
+    _Call(
+        "datetime",
+        (dt.datetime,),
+        lambda one: (one.year, one.month, one.day, *_clock(one)),
+        _datetime,
+    ),
+    _Call(
+        "timedelta",
+        (dt.timedelta,),
+        lambda one: (one.days, one.seconds, one.microseconds),
+        dt.timedelta,
+    ),
+    _Call("timezone", (dt.timezone,), lambda one: one.__getinitargs__(), dt.timezone),
+    _Call("zoneinfo", (zoneinfo.ZoneInfo,), lambda one: (one.key or "",), _zone),
+    _Call("path", (*PATHS.values(),), lambda one: (type(one).__name__, str(one)), _path),
+    _Call("numpy.ndarray", (np.ndarray,), _array_parts, _array),
+    _SCALAR,
+    # A slice of it, since str() drops NULs at its end.
+    _Call("numpy.str_", (np.str_,), lambda one: (one[:],), np.str_),
+    _Call("numpy.bytes_", (np.bytes_,), lambda one: (bytes(one),), np.bytes_),
+    _Call(
+        "numpy.dtype",
+        (np.dtype, *{type(np.dtype(char)) for char in np.typecodes["All"]}),
+        _dtype_parts,
+        make_dtype,
+    ),
+    _Call("torch.Tensor", (torch.Tensor,), _tensor_parts, _tensor),
+    _Call("torch.Parameter", (torch.nn.Parameter,), _tensor_parts, _parameter),
+    _Call("torch.Size", (torch.Size,), tuple, lambda *sizes: torch.Size(sizes)),
+    _Call("torch.device", (torch.device,), lambda one: (str(one),), torch.device),
+    _Call(
+        "torch.name",
+        (torch.dtype, torch.layout),
+        lambda one: (str(one).removeprefix("torch."),),
+        _torch_name,
+    ),
+)
+_MAKE = {one.name: one.make for one in _CALLS}
 
 
 _MAX_NODES = 1 << 24
@@ -626,9 +709,13 @@ class _Encoder:
             raise self.refuse(value, f"its default_factory must be one of {sorted(FACTORIES)}")
         self.add_pairs(b"D", value, name)
 
-    def add_made(self, name: str, *arguments: Any) -> None:
-        """Write what `_REBUILD` makes again of a name and arguments."""
-        self.parts += (b"x", bytes([len(name)]), name.encode())
+    def add_call(self, call: _Call, value: Any) -> None:
+        """Write the call that makes a value again."""
+        try:
+            arguments = tuple(call.arguments(value))
+        except ValueError as error:
+            raise self.refuse(value, str(error)) from error
+        self.parts += (b"x", bytes([len(call.name)]), call.name.encode())
         self.parts += (b"t", SIZE.pack(len(arguments)))
         for one in arguments:
             if isinstance(one, memoryview):
@@ -636,67 +723,12 @@ class _Encoder:
             else:
                 self.add(one)
 
-    def add_decimal(self, value: decimal.Decimal) -> None:
-        text = str(value)
-        if len(text) > MAX_NUMBER_BYTES:
-            raise self.refuse(value, f"it has more than {MAX_NUMBER_BYTES} digits")
-        self.add_made("decimal", text)
-
-    def add_fraction(self, value: fractions.Fraction) -> None:
-        parts = value.numerator, value.denominator
-        if max(part.bit_length() for part in parts) > 8 * MAX_NUMBER_BYTES:
-            raise self.refuse(value, f"it takes more than {MAX_NUMBER_BYTES} bytes")
-        self.add_made("fraction", *parts)
-
-    # --- of numpy and torch ----------------------------------------------------------------
-
-    def add_array(self, value: np.ndarray[Any, Any]) -> None:
-        dtype = self._dtype_of(value, value.dtype)
-        is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
-        ordered = value.T if is_fortran else value
-        self.add_made("numpy.ndarray", *dtype, is_fortran, value.shape, _bytes_of(ordered))
-
-    def _dtype_of(self, value: object, dtype: np.dtype[Any]) -> tuple[Any, str]:
-        described = dtype.str if dtype.names is None else dtype.descr
-        known = dtype.kind in "biufcmMSUV" and not dtype.hasobject and dtype.subdtype is None
-        made = make_dtype(described, dtype.char) if known else None
-        if made != dtype or made.type is not dtype.type:
-            raise self.refuse(value, f"its dtype {dtype} holds objects or is not numpy's own")
-        return described, dtype.char
-
-    def add_scalar(self, value: np.generic) -> None:
-        if type(value) is np.str_:
-            self.add_made("numpy.str_", value[:])  # str() drops NULs at its end
-            return
-        if type(value) is np.bytes_:
-            self.add_made("numpy.bytes_", bytes(value))
-            return
-        if type(value) is not value.dtype.type or not value.nbytes:
-            raise self.refuse(value)
-        content = memoryview(value.tobytes())
-        self.add_made("numpy.scalar", *self._dtype_of(value, value.dtype), content)
-
-    def add_tensor(self, value: torch.Tensor) -> None:
-        if not is_plain(value) or value.device.type != "cpu" or vars(value):
-            raise self.refuse(
-                value,
-                "beside values that need an encoding, only dense tensors on the CPU can be saved:"
-                " give it a key of its own",
-            )
-        self.add_made(
-            "torch.Parameter" if type(value) is torch.nn.Parameter else "torch.Tensor",
-            dtype_name(value.dtype),
-            tuple(value.shape),
-            value.requires_grad,
-            memoryview(payload_bytes(value.detach())),
-        )
-
     # --- of users' classes -------------------------------------------------------------------
 
     def _add_instance(self, value: Any) -> None:
         kind = type(value)
         if issubclass(kind, np.generic):
-            self.add_scalar(value)
+            self.add_call(_SCALAR, value)
             return
         if isinstance(value, enum.Enum):
             member = value.name if value.name in kind.__members__ else None
@@ -736,11 +768,6 @@ class _Encoder:
             self.add_step(_Attribute(f".{name}"), one)
 
 
-def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return memoryview(flat.view(np.uint8).data) if flat.nbytes else memoryview(b"")
-
-
 _BUILT_IN = (
     *(bool, bytes, bytearray, complex, dict, float, frozenset, int, list, set, str, tuple),
     *(BaseException, torch.nn.Module, torch.Tensor, np.ndarray),
@@ -758,64 +785,27 @@ _HINTS = {
 }
 
 
-def _zone_name(zone: zoneinfo.ZoneInfo) -> str:
-    return zone.key or ""
-
-
-def _encoders() -> dict[type, Callable[[_Encoder, Any], None]]:
-    encoders: dict[type, Callable[[_Encoder, Any], None]] = {
-        type(None): lambda to, _: to.parts.append(b"N"),
-        bool: lambda to, one: to.parts.append(b"T" if one else b"F"),
-        int: _Encoder.add_int,
-        float: lambda to, one: to.parts.append(b"d" + DOUBLE.pack(one)),
-        complex: lambda to, one: to.parts.append(b"c" + COMPLEX.pack(one.real, one.imag)),
-        str: lambda to, one: to.add_sized(b"s", one.encode("utf-8", "surrogatepass")),
-        bytes: lambda to, one: to.add_sized(b"b", one),
-        bytearray: lambda to, one: to.add_sized(b"y", bytes(one)),
-        list: lambda to, one: to.add_items(b"l", one),
-        tuple: lambda to, one: to.add_items(b"t", one),
-        set: lambda to, one: to.add_set(b"e", one),
-        frozenset: lambda to, one: to.add_set(b"f", one),
-        collections.deque: _Encoder.add_deque,
-        dict: lambda to, one: to.add_pairs(b"m", one),
-        collections.OrderedDict: lambda to, one: to.add_pairs(b"o", one),
-        collections.Counter: lambda to, one: to.add_pairs(b"C", one),
-        collections.defaultdict: _Encoder.add_defaultdict,
-        type(...): lambda to, _: to.add_made("ellipsis"),
-        slice: lambda to, one: to.add_made("slice", one.start, one.stop, one.step),
-        range: lambda to, one: to.add_made("range", one.start, one.stop, one.step),
-        io.BytesIO: lambda to, one: to.add_made("io.BytesIO", one.getvalue(), one.tell()),
-        decimal.Decimal: _Encoder.add_decimal,
-        fractions.Fraction: _Encoder.add_fraction,
-        uuid.UUID: lambda to, one: to.add_made("uuid", one.bytes),
-        dt.date: lambda to, one: to.add_made("date", one.year, one.month, one.day),
-        dt.time: lambda to, one: to.add_made("time", *_clock(one)),
-        dt.datetime: lambda to, one: to.add_made(
-            "datetime", one.year, one.month, one.day, *_clock(one)
-        ),
-        dt.timedelta: lambda to, one: to.add_made(
-            "timedelta", one.days, one.seconds, one.microseconds
-        ),
-        dt.timezone: lambda to, one: to.add_made("timezone", *one.__getinitargs__()),
-        zoneinfo.ZoneInfo: lambda to, one: to.add_made("zoneinfo", _zone_name(one)),
-        np.ndarray: _Encoder.add_array,
-        torch.Tensor: _Encoder.add_tensor,
-        torch.nn.Parameter: _Encoder.add_tensor,
-        torch.Size: lambda to, one: to.add_made("torch.Size", *one),
-        torch.device: lambda to, one: to.add_made("torch.device", str(one)),
-    }
-    for kind in (torch.dtype, torch.layout):
-        encoders[kind] = lambda to, one: to.add_made("torch.name", str(one).removeprefix("torch."))
-    for path in PATHS.values():
-        encoders[path] = lambda to, one: to.add_made("path", type(one).__name__, str(one))
-    dtypes = {type(np.dtype(char)) for char in np.typecodes["All"]}
-    for dtype in dtypes | {np.dtype}:
-        encoders[dtype] = lambda to, one: to.add_made("numpy.dtype", *to._dtype_of(one, one))  # noqa: SLF001
-    return encoders
-
-
-def _clock(one: dt.time | dt.datetime) -> tuple[Any, ...]:
-    return one.hour, one.minute, one.second, one.microsecond, one.tzinfo, one.fold
-
-
-_ENCODERS = _encoders()
+_ENCODERS: dict[type, Callable[[_Encoder, Any], None]] = {
+    type(None): lambda to, _: to.parts.append(b"N"),
+    bool: lambda to, one: to.parts.append(b"T" if one else b"F"),
+    int: _Encoder.add_int,
+    float: lambda to, one: to.parts.append(b"d" + DOUBLE.pack(one)),
+    complex: lambda to, one: to.parts.append(b"c" + COMPLEX.pack(one.real, one.imag)),
+    str: lambda to, one: to.add_sized(b"s", one.encode("utf-8", "surrogatepass")),
+    bytes: lambda to, one: to.add_sized(b"b", one),
+    bytearray: lambda to, one: to.add_sized(b"y", bytes(one)),
+    list: lambda to, one: to.add_items(b"l", one),
+    tuple: lambda to, one: to.add_items(b"t", one),
+    set: lambda to, one: to.add_set(b"e", one),
+    frozenset: lambda to, one: to.add_set(b"f", one),
+    collections.deque: _Encoder.add_deque,
+    dict: lambda to, one: to.add_pairs(b"m", one),
+    collections.OrderedDict: lambda to, one: to.add_pairs(b"o", one),
+    collections.Counter: lambda to, one: to.add_pairs(b"C", one),
+    collections.defaultdict: _Encoder.add_defaultdict,
+    **{
+        kind: lambda to, one, call=call: to.add_call(call, one)  # type: ignore[misc]
+        for call in _CALLS
+        for kind in call.kinds
+    },
+}

@@ -45,11 +45,11 @@ from dcpstore.config import ReadConfig
 from dcpstore.errors import ConflictError, CorruptError, IncompatibleError, NotFoundError
 from dcpstore.format.dtypes import is_plain_dtype
 from dcpstore.format.opcodes import BadPickleError, check_structure
-from dcpstore.format.payload import copy_box_in
+from dcpstore.format.payload import copy_box_in, span_of
 from dcpstore.format.zip import Member, contents_offset, read_archive
 from dcpstore.store import ObjectInfo, Store, open_store
 from dcpstore.store.folder import Folder, file_location
-from dcpstore.store.ranges import ByteRange, row_major_strides
+from dcpstore.store.ranges import ByteRange, is_row_major
 from dcpstore.torch_private import (
     meta_storage,
     named_storage_class,
@@ -286,11 +286,8 @@ class TensorPlace:
     @property
     def is_dense(self) -> bool:
         """Whether its elements are one row-major run of the storage, to be taken as they are."""
-        if self.is_conj or self.is_neg:
-            return False
-        wanted = row_major_strides(self.sizes)
-        rows = zip(self.sizes, self.strides, wanted, strict=True)
-        return 0 in self.sizes or all(size == 1 or has == want for size, has, want in rows)
+        has_lazy_bits = self.is_conj or self.is_neg
+        return not has_lazy_bits and is_row_major(self.sizes, self.strides)
 
     def span(
         self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -303,13 +300,11 @@ class TensorPlace:
         """
         offsets = (0,) * len(self.sizes) if offsets is None else offsets
         sizes = self.sizes if sizes is None else sizes
-        item = self.dtype.itemsize
-        first = self.storage_offset
-        first += sum(o * s for o, s in zip(offsets, self.strides, strict=True))
+        start = self.storage_offset * self.dtype.itemsize
         if 0 in sizes:
-            return ByteRange(first * item, first * item)
-        last = first + sum((n - 1) * s for n, s in zip(sizes, self.strides, strict=True))
-        return ByteRange(first * item, (last + 1) * item)
+            return ByteRange(start, start)
+        low, high = span_of(self.strides, offsets, sizes, self.dtype.itemsize)
+        return ByteRange(start + low, start + high)
 
 
 class TorchFile:
