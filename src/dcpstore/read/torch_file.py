@@ -81,16 +81,16 @@ class PickledStorage:
 
 
 class Storages:
-    """Makes the storages that a pickle names, one per key.
+    """Makes the storages that a pickle names, one per key, on the meta device.
 
     Args:
-        make: Allocates one.
         what: Name of the file, for messages.
+        check: Refuses a storage that the file does not hold.
     """
 
-    def __init__(self, make: Callable[[PickledStorage], torch.UntypedStorage], what: str) -> None:
-        self._make = make
+    def __init__(self, what: str, check: Callable[[PickledStorage], None] = lambda _: None) -> None:
         self._what = what
+        self._check = check
         self.pickled: dict[str, PickledStorage] = {}
         self.made: dict[str, torch.UntypedStorage] = {}
 
@@ -100,15 +100,12 @@ class Storages:
             case ("storage", kind, str() as key, str() as location, int() as count) if count >= 0:
                 dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
                 if isinstance(dtype, torch.dtype):
-                    self._check_plain(dtype)
+                    if not is_plain_dtype(dtype):
+                        raise IncompatibleError(_no_stand_in(self._what, f"it is of {dtype}"))
                     one = PickledStorage(key, dtype, count * dtype.itemsize, location)
                     return typed_storage(self._storage(one), dtype)
         kind = type(persistent_id).__name__
         raise CorruptError(f"{self._what} is damaged: it names a storage by a strange {kind}")
-
-    def _check_plain(self, dtype: torch.dtype) -> None:
-        if not is_plain_dtype(dtype):
-            raise IncompatibleError(_no_stand_in(self._what, f"it is of {dtype}"))
 
     def _storage(self, one: PickledStorage) -> torch.UntypedStorage:
         known = self.pickled.setdefault(one.key, one)
@@ -118,8 +115,19 @@ class Storages:
                 f" {one.num_bytes} bytes"
             )
         if one.key not in self.made:
-            self.made[one.key] = self._make(one)
+            self._check(one)
+            self.made[one.key] = meta_storage(one.num_bytes)
         return self.made[one.key]
+
+    def check_lengths(self) -> None:
+        """Refuse tensors that reach past their storages, which torch then lets grow."""
+        for key, made in self.made.items():
+            num_bytes = self.pickled[key].num_bytes
+            if made.nbytes() != num_bytes:
+                raise CorruptError(
+                    f"{self._what} is damaged: a tensor reaches past its storage {key} of"
+                    f" {num_bytes} bytes"
+                )
 
 
 def unpickle(data: bytes, storages: Storages, *, weights_only: bool, what: str) -> Any:
@@ -133,17 +141,18 @@ def unpickle(data: bytes, storages: Storages, *, weights_only: bool, what: str) 
         what: Name of the file, for messages.
 
     Raises:
-        CorruptError: If the bytes are no pickle, or name something that is not allowed; it was
-            not run.
+        CorruptError: If the bytes are no pickle, name something that is not allowed (it was not
+            run), or have a tensor that reaches past its storage.
         IncompatibleError: If a tensor has no stand-in: quantized and strided nested ones.
     """
     unpickler: Any = weights_only_unpickler(data) if weights_only else _Unpickler(io.BytesIO(data))
     unpickler.persistent_load = storages.persistent_load
     try:
-        if not weights_only:
-            return unpickler.load()
-        check_structure(data)
-        return _checked_size(unpickler.load(), limit=_MAX_PARTS + len(data))
+        if weights_only:
+            check_structure(data)
+        value = unpickler.load()
+        storages.check_lengths()
+        return _checked_size(value, limit=_MAX_PARTS + len(data)) if weights_only else value
     except (CorruptError, IncompatibleError):
         raise
     except BadPickleError as error:
@@ -322,10 +331,9 @@ class TorchFile:
         self._members = read_archive(self.read_at, info.size_bytes, self.url)
         self._starts: dict[str, int] = {}
         data = self._read_pickle()
-        storages = Storages(self._make_stand_in, self.url)
+        storages = Storages(self.url, self._check_storage)
         self.value: Any = unpickle(data, storages, weights_only=weights_only, what=self.url)
         """What was saved; its tensors are on the meta device, and have no memory."""
-        self._check_storages(storages)
         self._keys = {storage_identity(made): key for key, made in storages.made.items()}
         self._held = storages  # keeps the identities from being used again
 
@@ -597,23 +605,13 @@ class TorchFile:
                 " load it with torch.load and save it again on a little-endian one"
             )
 
-    def _make_stand_in(self, one: PickledStorage) -> torch.UntypedStorage:
+    def _check_storage(self, one: PickledStorage) -> None:
         member = self._member(one.key)
         if member.size_bytes != one.num_bytes:
             raise CorruptError(
                 f"{self.url} is damaged: storage {one.key} has {member.size_bytes} bytes instead"
                 f" of {one.num_bytes}"
             )
-        return meta_storage(one.num_bytes)
-
-    def _check_storages(self, storages: Storages) -> None:
-        """Refuse tensors that reach past their storages, which torch then lets grow."""
-        for key, made in storages.made.items():
-            if made.nbytes() != storages.pickled[key].num_bytes:
-                raise CorruptError(
-                    f"{self.url} is damaged: a tensor reaches past its storage {key} of"
-                    f" {storages.pickled[key].num_bytes} bytes"
-                )
 
     def _known_start(self, key: str) -> int | None:
         """Return where a storage starts, or must start if torch wrote the file. No I/O."""

@@ -54,7 +54,6 @@ from dcpstore.convert.torch.structure import (
     decode_layout,
     flatten,
     is_stand_in,
-    open_structure,
     pickle_structure,
     read_record,
     rearrange,
@@ -71,6 +70,7 @@ from dcpstore.plan.rules import Rename
 from dcpstore.ranks import steps
 from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import BoxRead, Checkpoint, open_checkpoint
+from dcpstore.read.torch_file import Storages, unpickle
 from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
 from dcpstore.store.folder import Folder, file_location, parse_location
 from dcpstore.store.ranges import row_major_strides
@@ -277,8 +277,9 @@ def open_stored(checkpoint: Checkpoint, *, weights_only: bool) -> StoredStructur
 
 
 def _from_layout(layout: Layout, what: str, *, weights_only: bool) -> StoredStructure:
-    value, storages = open_structure(layout.pickled, weights_only=weights_only, what=what)
-    numbers = {key: storage_identity(one) for key, one in storages.items()}
+    storages = Storages(what)
+    value = unpickle(layout.pickled, storages, weights_only=weights_only, what=what)
+    numbers = {key: storage_identity(one) for key, one in storages.made.items()}
     try:
         members = {fqn: [numbers[key] for key in keys] for fqn, keys in layout.members.items()}
         extra = [numbers[key] for key in layout.extra]
@@ -287,11 +288,11 @@ def _from_layout(layout: Layout, what: str, *, weights_only: bool) -> StoredStru
     return StoredStructure(
         value,
         flatten(value, what),
-        {numbers[key]: one.nbytes() for key, one in storages.items()},
+        {numbers[key]: one.nbytes() for key, one in storages.made.items()},
         members,
         extra,
         layout.archive,
-        tuple(storages.values()),
+        tuple(storages.made.values()),
     )
 
 

@@ -33,7 +33,6 @@ import torch
 from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
 from dcpstore.format.dtypes import info_of
 from dcpstore.format.zip import TorchZipWriter, read_members
-from dcpstore.read.torch_file import PickledStorage, Storages, unpickle
 from dcpstore.text import check_natural, parse_json
 from dcpstore.torch_private import (
     flatten_state_dict,
@@ -507,34 +506,6 @@ def decode_layout(data: bytes, what: str) -> Layout:
         raise CorruptError(
             f"{what}: the record of its torch.save file is damaged: {error!r}"
         ) from error
-
-
-def open_structure(
-    pickled: bytes, *, weights_only: bool, what: str
-) -> tuple[Any, dict[str, torch.UntypedStorage]]:
-    """Rebuild a structure with stand-ins for its tensors.
-
-    Args:
-        pickled: A ``data.pkl``.
-        weights_only: As for `unpickle`.
-        what: Where it comes from, for messages.
-
-    Returns:
-        The structure, and the stand-ins' storages by number.
-
-    Raises:
-        CorruptError: If it names something that is not allowed, or a tensor that reaches past
-            its storage.
-    """
-
-    def make(one: PickledStorage) -> torch.UntypedStorage:
-        return meta_storage(one.num_bytes)
-
-    storages = Storages(make, what)
-    value = unpickle(pickled, storages, weights_only=weights_only, what=what)
-    if any(made.nbytes() != storages.pickled[key].num_bytes for key, made in storages.made.items()):
-        raise CorruptError(f"{what} is damaged: a tensor reaches past its storage")
-    return value, storages.made
 
 
 # --- records --------------------------------------------------------------------------
