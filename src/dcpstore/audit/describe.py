@@ -630,17 +630,8 @@ def _cells(entry: Described, lanes: _Lanes) -> list[int]:
 
 def _objects(description: Description, entries: Iterable[Described]) -> list[list[Any]]:
     """Return ``[name, rank, items, bytes]`` per object, adjacent ones joined if too many."""
-    counts: dict[str, list[int]] = {}
-    for entry in entries:
-        for shard in entry.shards:
-            count = counts.setdefault(shard.object_key, [0, 0])
-            count[0] += 1
-            count[1] += shard.stored_bytes
-    rows = [
-        [one.key, one.rank, *counts.get(one.key, (0, 0))]
-        for one in description.objects
-        if one.key in counts or not one.num_items
-    ]
+    empty = dict.fromkeys(one.key for one in description.objects if not one.num_items)
+    rows = [[one.key, one.rank, one.num_items, one.stored_bytes] for one in collect(entries, empty)]
     width = max(1, -(-len(rows) // _MAX_OBJECTS))
     return [_join(rows[start : start + width]) for start in range(0, len(rows), width)]
 

@@ -1,10 +1,4 @@
-"""One check of a diagnosis, and what came of it.
-
-What to grant for each verb, in the words of each provider.
-
-The requests of saves and loads, each tried alone on objects made for it.
-
-Whether a URL is fit for checkpoints: every request that a save or a load makes, tried alone.
+"""Whether a URL is fit for checkpoints: every request that a save or a load makes, tried alone.
 
 All probes lie in a folder of their own below the URL, `.dcpstore-doctor-{16 hex digits}`, which
 is emptied in the end; no checkpoint is touched. What is tried, in this order:
@@ -15,6 +9,8 @@ is emptied in the end; no checkpoint is touched. What is tried, in this order:
    condition does not hold. Some servers ignore conditions, and say nothing
 4. multipart upload, abort of one, list, delete
 5. latency, throughput, and the difference of the clocks
+
+What fails is told with what to grant or to change, in the words of each provider.
 """
 
 from __future__ import annotations
@@ -413,10 +409,16 @@ class Probes:
     def abort(self) -> Verdict:
         """Let an upload fail half way, as a failed save does."""
         self._put_keys.add(self._key("aborted"))
+
+        def parts() -> Iterator[bytes]:
+            yield self._part
+            yield self._part
+            raise _Halfway
+
         with suppress(_Halfway):
             self._store.put_parts(
                 self._key("aborted"),
-                self._failing_parts(),
+                parts(),
                 part_bytes=self._part_bytes,
                 max_concurrency=2,
             )
@@ -437,11 +439,6 @@ class Probes:
                 " aborts incomplete multipart uploads",
             )
         return Verdict("nothing is published and no part stays")
-
-    def _failing_parts(self) -> Iterator[bytes]:
-        yield self._part
-        yield self._part
-        raise _Halfway
 
     # --- what only tools need --------------------------------------------------------
 
@@ -687,15 +684,11 @@ class _Examination:
         for step in steps:
             passed = {check.name for check in self.checks if check.outcome in ("ok", "warning")}
             missing = [name for name in step.after if name not in passed]
-            if not is_reachable:
-                self._note(
-                    Check(step.name, step.needed_for, "skipped", "the store does not answer")
-                )
-            elif missing:
-                detail = f"needs {', '.join(missing)}"
-                self._note(Check(step.name, step.needed_for, "skipped", detail))
-            else:
+            if is_reachable and not missing:
                 is_reachable = self._try(step)
+                continue
+            why = f"needs {', '.join(missing)}" if is_reachable else "the store does not answer"
+            self._note(Check(step.name, step.needed_for, "skipped", why))
 
     def _try(self, step: _Step) -> bool:
         """Make one check; return whether there is any use in going on."""
@@ -709,7 +702,6 @@ class _Examination:
             verdict = Verdict(error.message, outcome, advice)
             is_down = isinstance(error, StoreError) and error.retryable
             may_go_on = not (is_down or step.name == "reach the store")
-        elapsed_s = time.monotonic() - began
         self._note(
             Check(
                 step.name,
@@ -717,7 +709,7 @@ class _Examination:
                 verdict.outcome,
                 verdict.detail,
                 verdict.advice,
-                elapsed_s,
+                elapsed_s=time.monotonic() - began,
             )
         )
         return may_go_on
@@ -782,7 +774,8 @@ def diagnose(
         finally:
             left_behind = probes.clean_up()
             if place.scheme == "file":
-                _remove_empty(parse_location(url).prefix, probes.folder)
+                with suppress(OSError):  # it was never made, or holds what could not be deleted
+                    Path(parse_location(url).prefix, probes.folder).rmdir()
     return Diagnosis(
         url=place.url,
         checks=tuple(examination.checks),
@@ -790,12 +783,6 @@ def diagnose(
         left_behind=tuple(left_behind),
         elapsed_s=time.monotonic() - began,
     )
-
-
-def _remove_empty(root: str, folder: str) -> None:
-    """Remove the folder of the probes, which only a local disk has."""
-    with suppress(OSError):  # it was never made, or holds what could not be deleted
-        Path(root, folder).rmdir()
 
 
 def _examine(examination: _Examination, probes: Probes, *, read_only: bool) -> None:

@@ -1,21 +1,15 @@
-"""What the sealed checkpoints of a folder refer to. Asked before anything is deleted.
-
-The answer is either sure or an error: metadata that are damaged, refused or strange say nothing
-of what they referred to.
-
-What saves left behind that no sealed checkpoint refers to, and how to remove it.
+"""What saves left behind that no sealed checkpoint refers to, and how to remove it.
 
 Nothing is deleted that may be part of a checkpoint, of a running save, or of anybody else:
 
 1. list everything below the URL; pick what only a save can have left: data objects and
    manifests with a save id, probes of ``dcpstore doctor``, open uploads
-2. per folder, read all metadata and take out what they refer to; a folder whose metadata
-   cannot be read whole is left alone
+2. per folder, read all metadata and take out what they refer to. The answer is either sure or an
+   error: metadata that are damaged, refused or strange say nothing of what they referred to, so a
+   folder whose metadata cannot be read whole is left alone
 3. leave a folder alone while anything unsealed in it is younger than `older_than_s`: a save may
    be running. Ages are those of the store's clock; an object of unknown age is kept
 4. before deleting in a folder, read its metadata again: whatever was sealed meanwhile stays
-
-Removing leftovers: `prune`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What an audit found wrong: each finding with its object, key and byte range.
+"""What an audit finds, and one pass over pieces of objects that finds it.
 
-What lies in a folder: by one listing, or object by object where listing is refused.
-
-Read many pieces of many objects once, in bounded memory, and look into each.
-
-::
+`take_inventory` tells what lies in a folder: by one listing, or object by object where listing is
+refused. A `Scanner` reads many pieces of many objects once, in bounded memory, and looks into
+each::
 
     caller     plans pieces, joins neighbours, takes budget | submits
     workers                                                 | GET, look into each piece

@@ -20,7 +20,7 @@ safetensors  headers, sizes and index; values have no checksum in that format
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeAlias
@@ -159,14 +159,11 @@ class Verification:
 
     def _extra_rows(self) -> dict[str, str]:
         return {
-            name: f"{count_text(len(found), 'object')}, {size_text(_total(found))}"
+            name: f"{count_text(len(found), 'object')},"
+            f" {size_text(sum(info.size_bytes for info in found))}"
             for name, found in (("leftovers", self.leftovers), ("others", self.others))
             if found
         }
-
-
-def _total(objects: tuple[ObjectInfo, ...]) -> int:
-    return sum(info.size_bytes for info in objects)
 
 
 def verify_checkpoint(
@@ -211,14 +208,21 @@ def verify_checkpoint(
                 _reject_replaced(store, contents, config)
     finally:
         folder.close()
-    leftovers, others = _unreferenced(inventory, needed)
+    extra = [info for key, info in sorted(inventory.objects.items()) if key not in needed]
+    notes = list(contents.notes())
+    if not inventory.is_listed:
+        notes.insert(
+            0,
+            "the store does not let these credentials list: each object was looked up by itself,"
+            " and leftovers could not be seen",
+        )
     return Verification(
         url=folder.url,
         layout=contents.layout,
         findings=in_order(findings),
-        leftovers=leftovers,
-        others=others,
-        notes=(*_listing_notes(inventory), *contents.notes()),
+        leftovers=tuple(info for info in extra if save_id_of(info.key) is not None),
+        others=tuple(info for info in extra if save_id_of(info.key) is None),
+        notes=tuple(notes),
         num_keys=contents.num_keys,
         num_items=contents.num_items,
         num_objects=len(contents.data_keys),
@@ -244,20 +248,4 @@ def _reject_replaced(store: Store, contents: Contents, config: ReadConfig) -> No
         raise ConflictError(
             f"{store.url}: another save replaced the checkpoint while it was being verified;"
             " verify again"
-        )
-
-
-def _unreferenced(
-    inventory: Inventory, needed: frozenset[str]
-) -> tuple[tuple[ObjectInfo, ...], tuple[ObjectInfo, ...]]:
-    extra = [info for key, info in sorted(inventory.objects.items()) if key not in needed]
-    ours = tuple(info for info in extra if save_id_of(info.key) is not None)
-    return ours, tuple(info for info in extra if save_id_of(info.key) is None)
-
-
-def _listing_notes(inventory: Inventory) -> Iterator[str]:
-    if not inventory.is_listed:
-        yield (
-            "the store does not let these credentials list: each object was looked up by itself,"
-            " and leftovers could not be seen"
         )
