@@ -48,19 +48,19 @@ _VERBS = ("--verbs", "4000")
 MUTANTS = (
     Mutant(
         "a-refused-look-reads-as-gone",
-        "commit.py",
+        "write/commit.py",
         "now = probe(self._store, self._key, denied_is_absent=False)",
         "now = probe(self._store, self._key, denied_is_absent=True)",
     ),
     Mutant(
         "every-put-counts-as-answered",
-        "commit.py",
+        "write/commit.py",
         "        if not error.refused:\n            self._is_unanswered = True",
         "        if False:\n            self._is_unanswered = True",
     ),
     Mutant(
         "a-server-error-did-nothing",
-        "store/error_map.py",
+        "store/engine.py",
         "return 400 <= answer.status < 500 and",
         "return 400 <= answer.status and",
     ),
@@ -72,13 +72,13 @@ MUTANTS = (
     ),
     Mutant(
         "no-second-look",
-        "commit.py",
+        "write/commit.py",
         "again, etag = self._look(data)",
         "again, etag = seen, None",
     ),
     Mutant(
         "a-refusal-is-believed-without-a-look",
-        "commit.py",
+        "write/commit.py",
         "            self._note(last, mode)\n",
         "            self._note(last, mode)\n"
         "            if isinstance(last, StoreError) and last.denied:\n"
@@ -87,26 +87,26 @@ MUTANTS = (
     ),
     Mutant(
         "own-metadata-cut-short-is-anothers",
-        "commit.py",
+        "write/commit.py",
         "            keys_named_in(self._store, now.data, key=self._key)\n        return now.seal",
         "            pass\n        return now.seal",
     ),
     Mutant(
         "every-store-honours-preconditions",
-        "commit.py",
+        "write/commit.py",
         '    if mode == "overwrite":\n        return False\n    promised',
         "    if mode is not None:\n        return True\n    promised",
         _VERBS,
     ),
     Mutant(
         "any-rank-sweeps-what-may-be-sealed",
-        "writer.py",
+        "write/writer.py",
         "if not seal_begun or (leads and not self._is_seal_begun):",
         "if self._keys:",
     ),
     Mutant(
         "a-failed-seal-is-swept-without-proof",
-        "writer.py",
+        "write/writer.py",
         "            if sealer.proof is not None:\n"
         "                sweep(store, {*made, *sealer.made}, sealer.proof,",
         "            if made:\n"
@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "prune-does-not-look-at-ages",
-        "audit/leftovers.py",
+        "audit/prune.py",
         "    if newest > now_s - rules.older_than_s:",
         "    if newest > now_s + 1e12:",
     ),
@@ -148,7 +148,7 @@ def _check(mutant: Mutant | None, seed: int, workers: int) -> tuple[str, bool, s
             _ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
         )
         if mutant is not None:
-            _apply(mutant, source)
+            apply(mutant, source)
         began = time.monotonic()
         size = mutant.run if mutant else ("--wire", "200", "--verbs", "1000")
         found = subprocess.run(
@@ -174,7 +174,8 @@ def _check(mutant: Mutant | None, seed: int, workers: int) -> tuple[str, bool, s
     return name, found.returncode == 1, f"{seconds:.0f} s, `{said}`"
 
 
-def _apply(mutant: Mutant, source: Path) -> None:
+def apply(mutant: Mutant, source: Path) -> None:
+    """Take a repair back in a copy of the source."""
     path = source / "dcpstore" / mutant.file
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
