@@ -249,8 +249,10 @@ class _LoadJob:
         return PlanCache()
 
     def _read_torch_save(self, reader: BroadcastingTorchSaveReader, plan: LoadPlan) -> ReadStats:
-        self._sharing = "one rank read, and sent each of the others its part"
-        return reader.read_planned(lambda: self._finish_plan(plan), self._planner, self._meter)
+        stats, self._sharing = reader.read_planned(
+            lambda: self._finish_plan(plan), self._planner, self._meter
+        )
+        return stats
 
     def _read_foreign(self, plan: LoadPlan) -> ReadStats:
         def check() -> LoadPlan:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcpstore import ReadConfig
-from dcpstore.read.pump import ReadStats
+from dcpstore.format.dtypes import dtype_name
+from dcpstore.format.manifest import StoredItem
+from dcpstore.read.pump import ReadJob
+from dcpstore.read.targets import Target
 from dcpstore.read.torch_file import open_torch_file
-from dcpstore.read.torch_save import FileBox, Filler, Source
+from dcpstore.read.torch_save import FileOrder, FileSource, contents_of
+from dcpstore.store.ranges import ByteRange
 
 
 @st.composite
@@ -49,36 +54,43 @@ def box(draw: st.DrawFn, sizes: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(starts, ends, strict=True))
 
 
+def target(key: str, part: tuple[slice, ...], out: torch.Tensor) -> Target:
+    index, offsets = MetadataIndex(key), torch.Size([one.start for one in part])
+    item = StoredItem("file", ByteRange(0, 0), "raw", ByteRange(0, 0), dtype=dtype_name(out.dtype))
+    read_item = ReadItem(LoadItemType.TENSOR, index, offsets, index, offsets, out.shape)
+    return Target(read_item, item, out)
+
+
+class Commits:
+    """A planner that is told of complete targets."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.keys.append(read_item.storage_index.fqn)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from([7, 64, 4096]), st.sampled_from([0, 16, 4096]))
 def test_boxes_of_views_are_read_as_torch_cuts_them(
     tmp_path_factory: pytest.TempPathFactory, data: Any, request_bytes: int, gap_bytes: int
 ) -> None:
-    tensors = data.draw(st.lists(view(), min_size=1, max_size=3))
-    boxes = [data.draw(box(tuple(tensor.shape))) for tensor in tensors]
-    stream = io.BytesIO()
-    torch.save(tensors, stream)
+    tensors = {str(n): one for n, one in enumerate(data.draw(st.lists(view(), max_size=3)))}
+    boxes = {key: data.draw(box(tuple(tensor.shape))) for key, tensor in tensors.items()}
     path = tmp_path_factory.getbasetemp() / "boxes.pt"
-    path.write_bytes(stream.getvalue())
+    torch.save(tensors, path)
     config = ReadConfig(request_bytes=request_bytes, join_gap_bytes=gap_bytes)
-    wanted, filled = [], []
+    wanted = {key: tensor[boxes[key]] for key, tensor in tensors.items()}
+    outs = {key: torch.empty(part.shape, dtype=part.dtype) for key, part in wanted.items()}
+    committed: list[str] = []
     with open_torch_file(path) as file:
-        for stand_in, tensor, part in zip(file.value, tensors, boxes, strict=True):
-            place = file.place(stand_in)
-            assert place is not None
-            wanted.append(tensor[part])
-            out = torch.empty(wanted[-1].shape, dtype=tensor.dtype)
-            filled.append(FileBox(Source(place), tuple(one.start for one in part), out))
-        members = {key: one.member for key, one in file.storages.items()}
-        read = memoryview(path.read_bytes())
-        with Filler(
-            lambda start, end: read[start:end],
-            members,
-            config,
-            budget_bytes=1 << 16,
-            what="file",
-            stats=ReadStats(),
-        ) as filler:
-            filler.fill(filled)
-    for one, expected in zip(filled, wanted, strict=True):
-        assert torch.equal(one.out, expected)
+        contents, _ = contents_of(file)
+        targets = [target(key, boxes[key], out) for key, out in outs.items()]
+        order = FileOrder(Commits(committed), targets, contents, {})
+        source: Any = FileSource(file.url, file)
+        with ReadJob(source, config, Metadata({}), order.items) as job:
+            job.run(order.read_items, order)
+    assert sorted(committed) == sorted(tensors)
+    for key, part in wanted.items():
+        assert torch.equal(outs[key], part)

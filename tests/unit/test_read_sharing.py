@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcpstore.format.payload import bands, span_of
 from dcpstore.read.sharing import Bundle, SharePlan, plan_sharing
 
 MIB = 1 << 20
@@ -107,3 +110,97 @@ def test_every_shared_unit_reaches_every_rank_that_wants_it(
     messages = [message for b in done.bundles for message in b.messages]
     assert [message.number for message in messages] == list(range(len(messages)))
     assert all(b.wave < done.num_waves for b in done.bundles)
+
+
+# --- one rank fetches for all -------------------------------------------------------------------
+
+
+def columns(first: int, width: int, num_rows: int, row_bytes: int, band_bytes: int) -> np.ndarray:
+    """Cut columns of a matrix of bytes as a read plan does, into bands of whole rows."""
+    strides, box = (row_bytes, 1), ((0, first), (num_rows, width))
+    cut = bands(strides, *box, 1, max_bytes=band_bytes, max_gap_bytes=row_bytes)
+    spans = [span_of(strides, *one, 1) for one in cut]
+    return np.array([(0, *span, width, row_bytes) for span in spans], dtype=np.int64)
+
+
+def test_columns_of_all_ranks_are_fetched_once_and_sent_without_holes() -> None:
+    units = [columns(rank * 8, 8, 64, 32, 512) for rank in range(4)]
+    done = plan_sharing(units, request_bytes=512, join_gap_bytes=0, wave_bytes=512, fetcher=2)
+    assert [(b.wave, *b.range, b.fetcher) for b in done.bundles] == [
+        (wave, wave * 512, (wave + 1) * 512, 2) for wave in range(4)
+    ]
+    for bundle in done.bundles:
+        assert sorted(message.ranks for message in bundle.messages) == [(0,), (1,), (2,), (3,)]
+        assert [message.num_bytes for message in bundle.messages] == [16 * 8] * 4
+
+
+@pytest.mark.parametrize("widths", [(3, 3, 3, 1), (16, 7, 1, 1), (1, 30, 1, 1)])
+def test_columns_of_uneven_width_are_fetched_once_too(widths: tuple[int, ...]) -> None:
+    firsts = [sum(widths[:rank]) for rank in range(4)]
+    whole = sum(widths)
+    units = [columns(*one, 1000, whole, 700) for one in zip(firsts, widths, strict=True)]
+    done = plan_sharing(units, request_bytes=700, join_gap_bytes=0, wave_bytes=1400, fetcher=0)
+    assert sum(bundle.range.num_bytes for bundle in done.bundles) == 1000 * whole
+    assert all(bundle.range.num_bytes <= 700 for bundle in done.bundles)
+
+
+def test_what_the_same_ranks_want_of_a_bundle_is_one_message() -> None:
+    many = rows(*((0, n * 10, n * 10 + 7) for n in range(100)))
+    (bundle,) = plan_sharing(
+        [many, many[::2], many],
+        request_bytes=MIB,
+        join_gap_bytes=5,
+        wave_bytes=MIB,
+        fetcher=1,
+    ).bundles
+    assert {m.ranks: m.num_bytes for m in bundle.messages} == {(0, 1, 2): 350, (0, 2): 350}
+
+
+def test_the_fetcher_fetches_what_one_other_rank_wants_alone() -> None:
+    plan = plan_sharing(
+        [rows(), rows((1, 3, 9))], request_bytes=MIB, join_gap_bytes=0, wave_bytes=MIB, fetcher=0
+    )
+    for rank in range(2):
+        (bundle,) = plan.of_rank(rank).bundles
+        assert (bundle.fetcher, bundle.object, *bundle.range) == (0, 1, 3, 9)
+        assert [message.ranks for message in bundle.messages] == [(1,)]
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=12),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(30, 60),
+    st.integers(0, 10),
+)
+def test_one_fetcher_reads_no_byte_twice_where_a_wave_has_room(
+    wanted: list[list[tuple[int, int]]], request_bytes: int, gap: int
+) -> None:
+    units = [rows(*((0, start, start + size) for start, size in one)) for one in wanted]
+    done = plan_sharing(
+        units, request_bytes=request_bytes, join_gap_bytes=gap, wave_bytes=100, fetcher=0
+    )
+    spans = sorted(bundle.range for bundle in done.bundles)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+    got = {
+        (rank, *unit[1:3])
+        for bundle in done.bundles
+        for message in bundle.messages
+        for rank in message.ranks
+        for unit in message.units.tolist()
+    }
+    assert got == {(n, a, a + size) for n, one in enumerate(wanted) for a, size in one}
+
+
+def test_planning_for_many_ranks_and_bundles_is_quick_enough() -> None:
+    units = [
+        rows(*((0, (n * 256 + rank) * MIB, (n * 256 + rank + 1) * MIB) for n in range(64)))
+        for rank in range(256)
+    ]
+    done = plan_sharing(
+        units, request_bytes=4 * MIB, join_gap_bytes=0, wave_bytes=64 * MIB, fetcher=3
+    )
+    assert (len(done.bundles), done.num_waves) == (4096, 256)
+    assert all(len(bundle.messages) == 4 for bundle in done.bundles)

@@ -193,7 +193,8 @@ def _rows_that_fit(spanned_bytes: int, row_bytes: int, step_bytes: int, max_byte
         return 0
     fitting = max_bytes // row_bytes
     if step_bytes:
-        fitting = min(fitting, 1 + (max_bytes - spanned_bytes) // step_bytes)
+        # As many for a narrow box as for a wide one: other ranks may have the columns beside it.
+        fitting = min(fitting, max(max_bytes // step_bytes, 1))
     return fitting
 
 

@@ -29,8 +29,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -48,6 +49,7 @@ from dcpstore.read.pump import ReadJob
 from dcpstore.read.targets import Piece
 from dcpstore.store.budget import bytes_in_flight
 from dcpstore.store.ranges import ByteRange
+from dcpstore.store.ranges import group as group_ranges
 
 SharePolicy = Literal["auto", "always", "never"]
 
@@ -130,8 +132,7 @@ class _Draft:
     """A bundle to be: rows of the units in it, and all ranks that hold some of it."""
 
     object: int
-    start: int
-    end: int
+    range: ByteRange
     rows: list[int]
     ranks: tuple[int, ...]
 
@@ -155,6 +156,7 @@ def plan_sharing(
             each rank fetches that itself, and a fair share of what several want.
     """
     unique, sets = _wanting_ranks(units)
+    places = unique.tolist()
     together: dict[tuple[int, ...], list[int]] = {}
     for row, ranks in enumerate(sets):
         if fetcher is not None or len(ranks) > 1:
@@ -162,7 +164,7 @@ def plan_sharing(
     drafts = [
         draft
         for ranks, rows in together.items()
-        for draft in _draft(unique, rows, ranks, request_bytes, join_gap_bytes)
+        for draft in _draft(places, rows, ranks, join_gap_bytes, (wave_bytes, request_bytes))
     ]
     if fetcher is not None:
         for draft in drafts:
@@ -173,15 +175,14 @@ def plan_sharing(
     for wave, draft in _number_waves(drafts, len(units), wave_bytes, in_order=fetcher is not None):
         members = np.asarray(draft.ranks if fetcher is None else (fetcher,))
         chosen = int(members[np.argmin(loads[members])])
-        loads[chosen] += draft.end - draft.start
+        loads[chosen] += draft.range.num_bytes
         by_ranks: dict[tuple[int, ...], list[int]] = {}
         for row in draft.rows:
             by_ranks.setdefault(sets[row], []).append(row)
         messages = tuple(
             Message(next(numbers), ranks, unique[rows]) for ranks, rows in by_ranks.items()
         )
-        span = ByteRange(draft.start, draft.end)
-        bundles.append(Bundle(wave, draft.object, span, chosen, messages))
+        bundles.append(Bundle(wave, draft.object, draft.range, chosen, messages))
     lengths = _packed_bytes(unique)
     return SharePlan(
         tuple(bundles),
@@ -213,35 +214,29 @@ def _wanting_ranks(units: Sequence[Units]) -> tuple[Units, list[tuple[int, ...]]
 
 
 def _draft(
-    unique: Units,
+    places: Sequence[Sequence[int]],
     rows: Sequence[int],
     ranks: tuple[int, ...],
-    request_bytes: int,
     join_gap_bytes: int,
-) -> list[_Draft]:
+    most_bytes: tuple[int, int],
+) -> Iterator[_Draft]:
     """Join units that overlap, so that no byte is fetched twice, and then neighbours."""
-    singles = [
-        _Draft(obj, start, end, [row], ranks)
-        for row, (obj, start, end) in zip(rows, unique[rows, :3].tolist(), strict=True)
-    ]
-    return _join(_join(singles, request_bytes, -1), request_bytes, join_gap_bytes)
-
-
-def _join(drafts: Iterable[_Draft], most_bytes: int, gap_bytes: int) -> list[_Draft]:
-    joined: list[_Draft] = []
-    for draft in drafts:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.object == draft.object
-            and draft.start - last.end <= gap_bytes
-            and max(draft.end, last.end) - last.start <= most_bytes
-        ):
-            last.end = max(draft.end, last.end)
-            last.rows += draft.rows
-        else:
-            joined.append(draft)
-    return joined
+    wave_bytes, request_bytes = most_bytes
+    for number, members in itertools.groupby(rows, lambda row: places[row][0]):
+        overlapping = group_ranges(
+            members,
+            lambda row: ByteRange(*places[row][1:3]),
+            max_gap_bytes=-1,
+            max_bytes=lambda: wave_bytes,
+        )
+        joined = group_ranges(
+            overlapping,
+            itemgetter(0),
+            max_gap_bytes=join_gap_bytes,
+            max_bytes=lambda: request_bytes,
+        )
+        for span, parts in joined:
+            yield _Draft(number, span, [row for _, inside in parts for row in inside], ranks)
 
 
 def _number_waves(
@@ -255,9 +250,9 @@ def _number_waves(
     held: list[npt.NDArray[np.int64]] = []  # per wave: bytes per rank
     first_wave: dict[tuple[int, ...], int] = {}
     numbered = []
-    for draft in sorted(drafts, key=lambda draft: (draft.object, draft.start, draft.end)):
+    for draft in sorted(drafts, key=lambda draft: (draft.object, draft.range)):
         members = np.asarray(draft.ranks)
-        num_bytes = draft.end - draft.start
+        num_bytes = draft.range.num_bytes
         key = () if in_order else draft.ranks
         wave = first_wave.get(key, 0)
         while wave < len(held):
@@ -461,13 +456,19 @@ class _Leg:
             yield request, self.data[start:end]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Wave:
-    """A wave on this rank."""
+    """A wave on this rank.
 
-    legs: list[_Leg]
-    fetching: list[Future[None]]
-    num_bytes: int
+    Attributes:
+        legs: Messages that reach or leave this rank.
+        fetching: Bundles that it fetches.
+        fetched_bytes: Length of these.
+    """
+
+    legs: list[_Leg] = field(default_factory=list)
+    fetching: list[Future[None]] = field(default_factory=list)
+    fetched_bytes: int = 0
 
 
 class _Carrier:
@@ -485,7 +486,7 @@ class _Carrier:
     def run(self, planner: LoadPlanner) -> None:
         """Carry all waves. All ranks."""
         self._group.open_lanes()
-        wave, ahead = _Wave([], [], 0), self._begin(0)
+        wave, ahead = _Wave(), self._begin(0)
         for number in range(self._num_waves + 1):
             step = f"share wave {number - 1}, fetch wave {number} to share"
             steps.each(self._group, step, partial(self._carry_and_wait, wave, ahead, planner))
@@ -494,13 +495,14 @@ class _Carrier:
 
     def _begin(self, number: int) -> _Wave:
         """Begin to fetch this rank's bundles of a wave."""
-        wave = _Wave([], [], sum(bundle.range.num_bytes for bundle in self._bundles[number]))
+        wave = _Wave()
         for bundle in self._bundles[number]:
             legs = [self._leg(bundle, message) for message in bundle.messages]
             wave.legs.extend(leg for leg in legs if len(leg.members) > 1)
             if bundle.fetcher == self._group.rank:
                 own = tuple(p for leg in legs for one in leg.requests for p in one.pieces)
                 request = Request(self._wants.keys[bundle.object], bundle.range, own)
+                wave.fetched_bytes += bundle.range.num_bytes
                 wave.fetching.append(self._job.fetch(request, partial(_pack, legs, bundle.range)))
         return wave
 
@@ -510,7 +512,8 @@ class _Carrier:
         return _Leg(message, members, members.index(self._group.rank), requests)
 
     def _carry_and_wait(self, wave: _Wave, ahead: _Wave, planner: LoadPlanner) -> None:
-        self._job.note_held(wave.num_bytes + ahead.num_bytes)
+        received_bytes = sum(leg.message.num_bytes for leg in wave.legs if leg.place)
+        self._job.note_held(wave.fetched_bytes + received_bytes + ahead.fetched_bytes)
         self._carry(wave.legs)
         wave.legs.clear()
         self._job.commit_complete(planner)

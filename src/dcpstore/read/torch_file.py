@@ -32,6 +32,7 @@ import io
 import os
 import pickle
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -411,33 +412,25 @@ class TorchFile:
 
     def start_of(self, key: str) -> int:
         """Return where a storage starts in the file; one small read if that is not known yet."""
-        if key not in self._starts:
-            self._starts[key] = self._start_by_header(self._member(key))
-        return self._starts[key]
+        member = self._member(key)
+        if member.name not in self._starts:
+            header = self.read_at(member.header_offset, member.names_end)
+            self._starts[member.name] = contents_offset(member, header, self.url)
+        return self._starts[member.name]
+
+    @cached_property
+    def _laid_out(self) -> list[tuple[int, str]]:
+        return sorted((self.laid_out_start(key), key) for key in self.storages)
 
     # --- bytes -----------------------------------------------------------------------------
 
     def read_storage(self, key: str, start: int = 0, end: int | None = None) -> memoryview:
         """Read bytes ``[start, end)`` of a storage, in one request nearly always.
 
-        Raises:
-            CorruptError: If the file has no such storage where its directory says.
-            NotFoundError: If the file was deleted meanwhile.
-            StoreError: If the store refuses.
+        Raises: as `read_laid_out`.
         """
-        member = self._member(key)
-        end = member.size_bytes if end is None else end
-        if start == end:
-            return memoryview(b"")
-        if key not in self._starts:
-            guess = member.expected_offset(self._alignment)
-            if guess is not None and start <= _NEAR_BYTES:
-                data = self.read_at(member.header_offset, guess + end)
-                self._starts[key] = contents_offset(member, data, self.url)
-                if self._starts[key] == guess:
-                    return data[guess + start - member.header_offset :]
-        base = self.start_of(key)
-        return self.read_at(base + start, base + end)
+        end = self._member(key).size_bytes if end is None else end
+        return self.read_ranges([(key, start, end)])[0]
 
     def read_ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[memoryview]:
         """Read bytes ``[start, end)`` of several storages that lie close together, as one range.
@@ -445,32 +438,65 @@ class TorchFile:
         What lies between them is read, too, in one request nearly always.
 
         Args:
-            wanted: Key, start and end of each, in any order; none empty.
+            wanted: Key, start and end of each, in any order.
 
-        Raises: as `read_storage`.
+        Raises: as `read_laid_out`.
         """
-        bases = [self._known_start(key) for key, _, _ in wanted]
-        if len(wanted) < 2 or None in bases:
-            return [self.read_storage(*one) for one in wanted]
-        known = [base for base in bases if base is not None]
-        starts = [
-            self._member(key).header_offset if key not in self._starts else base + start
-            for (key, start, _), base in zip(wanted, known, strict=True)
+        spans = []
+        for key, start, end in wanted:
+            base = self.laid_out_start(key)
+            spans.append(ByteRange(base + start, base + end))
+        low = min(span.start for span in spans)
+        data = self.read_laid_out(low, max(span.end for span in spans))
+        return [data[span.start - low : span.end - low] for span in spans]
+
+    def laid_out_start(self, key: str) -> int:
+        """Return where a storage starts in the file as torch's writer lays one out. No I/O."""
+        member = self._member(key)
+        expected = member.expected_offset(1)
+        return member.names_end if expected is None else expected
+
+    def read_laid_out(self, start: int, end: int) -> memoryview:
+        """Read bytes ``[start, end)`` of the file as if storages were where `laid_out_start` says.
+
+        Where a storage really starts its header tells, which is read along with its first
+        bytes. If another tool packed the file otherwise, its bytes are read again. Thread-safe.
+
+        Raises:
+            CorruptError: If the file has no such storage where its directory says.
+            NotFoundError: If the file was deleted meanwhile.
+            StoreError: If the store refuses.
+        """
+        if start == end:
+            return memoryview(b"")
+        after = bisect_left(self._laid_out, (end, ""))
+        before = max(bisect_left(self._laid_out, (start, "")) - 1, 0)
+        inside = [
+            (at, self._member(key))
+            for at, key in self._laid_out[before:after]
+            if at + self.storages[key].num_bytes > start
         ]
-        low = min(starts)
-        high = max(base + end for (_, _, end), base in zip(wanted, known, strict=True))
-        data = self.read_at(low, high)
-        found = []
-        for (key, start, end), base in zip(wanted, known, strict=True):
-            if key not in self._starts:
-                member = self._member(key)
-                header = data[member.header_offset - low :]
-                self._starts[key] = contents_offset(member, header, self.url)
-            if self._starts[key] == base:
-                found.append(data[base + start - low : base + end - low])
-            else:
-                found.append(self.read_storage(key, start, end))
-        return found
+        headers = [member for _, member in inside if member.name not in self._starts]
+        begin = min(
+            [start, *(m.header_offset for m in headers if m.header_offset >= start - _NEAR_BYTES)]
+        )
+        data = self.read_at(begin, end)
+        for member in headers:
+            header = (
+                data[member.header_offset - begin :]
+                if member.header_offset >= begin
+                else self.read_at(member.header_offset, member.names_end)
+            )
+            self._starts[member.name] = contents_offset(member, header, self.url)
+        data = data[start - begin :]
+        moved = [one for one in inside if self._starts[one[1].name] != one[0]]
+        if moved:
+            data = memoryview(bytearray(data))
+        for at, member in moved:
+            first, last = max(at, start), min(at + member.size_bytes, end)
+            by = self._starts[member.name] - at
+            data[first - start : last - start] = self.read_at(first + by, last + by)
+        return data
 
     def read_box(
         self,
@@ -612,15 +638,6 @@ class TorchFile:
                 f"{self.url} is damaged: storage {one.key} has {member.size_bytes} bytes instead"
                 f" of {one.num_bytes}"
             )
-
-    def _known_start(self, key: str) -> int | None:
-        """Return where a storage starts, or must start if torch wrote the file. No I/O."""
-        known = self._starts.get(key)
-        return self._member(key).expected_offset(self._alignment) if known is None else known
-
-    def _start_by_header(self, member: Member) -> int:
-        header = self.read_at(member.header_offset, member.names_end)
-        return contents_offset(member, header, self.url)
 
 
 def open_torch_file(
