@@ -169,7 +169,7 @@ def test_storages_beyond_4_gib_are_found(tmp_path: Path) -> None:
             start = file.start_of(key)
             assert start % 64 == 0
             assert offset < start < offset + 200
-            assert file.storages[key].member.expected_offset(64) == start
+            assert file.storages[key].member.expected_offset == start
             assert len(file.read_storage(key, 0, min(8, 4 * size))) == min(8, 4 * size)
         assert max(offsets) > 2 * (5 << 30)
 

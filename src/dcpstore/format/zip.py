@@ -67,7 +67,7 @@ _TAIL_BYTES = 64 << 10  # one read that holds the whole directory of about 800 t
 _MAX_COMMENT_BYTES = 0xFFFF
 _MAX_DIRECTORY_BYTES = 1 << 30  # of 10 million tensors
 # What a header may have between its name and the contents: torch's padding and a zip64 field.
-_MAX_EXTRA_BYTES = 4096
+_MAX_EXTRA_BYTES = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +105,14 @@ class Member:
         is_stored = self.method == 0 and self.stored_bytes == self.size_bytes
         return is_stored and not self.flags & _ENCRYPTED_FLAG
 
-    def expected_offset(self, alignment: int) -> int | None:
-        """Return where the contents start if torch wrote the file; None if it cannot have.
-
-        Args:
-            alignment: Multiple at which its writer lets contents start.
-        """
+    @property
+    def expected_offset(self) -> int | None:
+        """Where the contents start if torch wrote the file; None if it cannot have."""
         is_large = self.header_offset >= MAX32 or self.size_bytes >= MAX32
         start = self.next_offset - self.size_bytes
         if self.flags & STREAMED_FLAG:
             start -= (_DESCRIPTOR64 if is_large else _DESCRIPTOR).size
-        is_near = self.names_end <= start <= self.names_end + _MAX_EXTRA_BYTES + alignment
-        return start if is_near and start % alignment == 0 else None
+        return start if self.names_end <= start <= self.names_end + _MAX_EXTRA_BYTES else None
 
 
 @dataclass(frozen=True, slots=True)

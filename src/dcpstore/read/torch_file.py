@@ -412,11 +412,11 @@ class TorchFile:
 
     def start_of(self, key: str) -> int:
         """Return where a storage starts in the file; one small read if that is not known yet."""
-        member = self._member(key)
-        if member.name not in self._starts:
+        if key not in self._starts:
+            member = self._member(key)
             header = self.read_at(member.header_offset, member.names_end)
-            self._starts[member.name] = contents_offset(member, header, self.url)
-        return self._starts[member.name]
+            self._starts[key] = contents_offset(member, header, self.url)
+        return self._starts[key]
 
     @cached_property
     def _laid_out(self) -> list[tuple[int, str]]:
@@ -453,7 +453,7 @@ class TorchFile:
     def laid_out_start(self, key: str) -> int:
         """Return where a storage starts in the file as torch's writer lays one out. No I/O."""
         member = self._member(key)
-        expected = member.expected_offset(1)
+        expected = member.expected_offset
         return member.names_end if expected is None else expected
 
     def read_laid_out(self, start: int, end: int) -> memoryview:
@@ -472,29 +472,27 @@ class TorchFile:
         after = bisect_left(self._laid_out, (end, ""))
         before = max(bisect_left(self._laid_out, (start, "")) - 1, 0)
         inside = [
-            (at, self._member(key))
+            (at, key)
             for at, key in self._laid_out[before:after]
             if at + self.storages[key].num_bytes > start
         ]
-        headers = [member for _, member in inside if member.name not in self._starts]
-        begin = min(
-            [start, *(m.header_offset for m in headers if m.header_offset >= start - _NEAR_BYTES)]
-        )
+        headers = [(key, self._member(key)) for _, key in inside if key not in self._starts]
+        near = (m.header_offset for _, m in headers if m.header_offset >= start - _NEAR_BYTES)
+        begin = min([start, *near])
         data = self.read_at(begin, end)
-        for member in headers:
-            header = (
-                data[member.header_offset - begin :]
-                if member.header_offset >= begin
-                else self.read_at(member.header_offset, member.names_end)
-            )
-            self._starts[member.name] = contents_offset(member, header, self.url)
+        for key, member in headers:
+            if member.header_offset < begin:
+                self.start_of(key)
+            else:
+                header = data[member.header_offset - begin :]
+                self._starts[key] = contents_offset(member, header, self.url)
         data = data[start - begin :]
-        moved = [one for one in inside if self._starts[one[1].name] != one[0]]
+        moved = [(at, key) for at, key in inside if self._starts[key] != at]
         if moved:
             data = memoryview(bytearray(data))
-        for at, member in moved:
-            first, last = max(at, start), min(at + member.size_bytes, end)
-            by = self._starts[member.name] - at
+        for at, key in moved:
+            first, last = max(at, start), min(at + self.storages[key].num_bytes, end)
+            by = self._starts[key] - at
             data[first - start : last - start] = self.read_at(first + by, last + by)
         return data
 
@@ -590,13 +588,13 @@ class TorchFile:
         return member
 
     def _read_pickle(self) -> bytes:
-        """Read the pickle and the notes around it; learn alignment and byte order."""
-        pickle = self._members["data.pkl"]
-        notes = [self._members.get(name) for name in ("byteorder", ".storage_alignment")]
-        near = [
-            n for n in notes if n is not None and 0 <= n.header_offset - pickle.next_offset < 4096
-        ]
-        end = max([pickle.next_offset, *(note.next_offset for note in near)])
+        """Read the pickle, and the note of the byte order that mostly follows it."""
+        pickle, note = self._members["data.pkl"], self._members.get("byteorder")
+        if note is not None and note.size_bytes > _MAX_NOTE_BYTES:
+            note = None
+        end = pickle.next_offset
+        if note is not None and 0 <= note.header_offset - end < 4096:
+            end = note.next_offset
         block = self.read_at(pickle.header_offset, end)
 
         def contents(member: Member) -> bytes:
@@ -606,9 +604,7 @@ class TorchFile:
             start = contents_offset(member, held, self.url) - member.header_offset
             return bytes(held[start : start + member.size_bytes])
 
-        texts = [b"" if n is None or n.size_bytes > _MAX_NOTE_BYTES else contents(n) for n in notes]
-        self._check_byteorder(texts[0])
-        self._alignment = int(texts[1]) if texts[1].isdigit() and int(texts[1]) else 64
+        self._check_byteorder(b"" if note is None else contents(note))
         data = contents(pickle)
         crc32 = zlib.crc32(data)
         # A writer may have been told to compute none; then every one is zero.
