@@ -147,7 +147,10 @@ class ReadAhead:
         num_requests = max(1, min(max_requests, budget_bytes // 2 // request_bytes))
         self._pump = Pump(num_requests, "dcpstore-read-torch")
         calls = map(self._call, _tasks(boxes, file, request_bytes))
-        self._done = self._pump.in_order(calls, budget_bytes // 2)
+        # A box counts from its last task on; one at a time has begun and not ended.
+        largest_bytes = max((box.num_bytes for box in boxes), default=0)
+        self._done = self._pump.in_order(calls, max(0, budget_bytes // 2 - largest_bytes))
+        self._num_planned = 0
         self._num_complete = 0
         self._tensors: dict[int, torch.Tensor] = {}
         self._crcs: dict[str, dict[ByteRange, int]] = defaultdict(dict)
@@ -205,7 +208,9 @@ class ReadAhead:
         held_bytes = sum(self._boxes[number].num_bytes for number in self._tensors)
         self.peak_bytes = max(self.peak_bytes, held_bytes)
         self.fetched_bytes += task.span_bytes
-        return sum(part.num_bytes for _, part in task.parts), partial(self._run, task)
+        ended = range(self._num_planned, task.num_complete)
+        self._num_planned = task.num_complete
+        return sum(self._boxes[number].num_bytes for number in ended), partial(self._run, task)
 
     def _tensor(self, number: int) -> torch.Tensor:
         if number not in self._tensors:
