@@ -194,7 +194,7 @@ def _rows_that_fit(spanned_bytes: int, row_bytes: int, step_bytes: int, max_byte
     fitting = max_bytes // row_bytes
     if step_bytes:
         # As many for a narrow box as for a wide one: other ranks may have the columns beside it.
-        fitting = min(fitting, max(max_bytes // step_bytes, 1))
+        fitting = min(fitting, max(max_bytes // max(step_bytes, spanned_bytes), 1))
     return fitting
 
 
