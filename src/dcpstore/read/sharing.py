@@ -488,7 +488,9 @@ class _Carrier:
         self._group.open_lanes()
         wave, ahead = _Wave(), self._begin(0)
         for number in range(self._num_waves + 1):
-            step = f"share wave {number - 1}, fetch wave {number} to share"
+            carried = [f"share wave {number - 1}"] if number else []
+            fetched = [f"fetch wave {number} to share"] if number < self._num_waves else []
+            step = ", ".join(carried + fetched)
             steps.each(self._group, step, partial(self._carry_and_wait, wave, ahead, planner))
             wave, ahead = ahead, self._begin(number + 1)
         self._wants.leave()

@@ -588,7 +588,7 @@ class LoadJob:
         self.stats.num_targets = len(targets)
         self.stats.num_requests = len(source.asked_bytes)
         self.stats.fetched_bytes = sum(source.asked_bytes)
-        return sharing
+        return "not shared: every rank read for itself" if self._is_direct else sharing
 
     def _place_values(self, asked: Sequence[Collection[str]]) -> list[dict[str, ByteRange]]:
         """Pickle the values that ranks ask for, equal plain ones once; return where they lie."""
