@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -413,7 +414,7 @@ def call_with_retries(
         deadline.spent_s()
     num_failures = 0
     is_unanswered = False
-    before: StoreError | None = None
+    said: dict[str, str] = {}  # the last message of each sort
     while True:
         try:
             return request()
@@ -431,8 +432,8 @@ def call_with_retries(
             if error.unreachable and not has_answered():
                 most_s = min(most_s, policy.unreachable_s)
             if num_failures >= policy.max_attempts or spent_s + delay_s >= most_s:
-                raise _given_up(error, before, num_failures, spent_s) from error
-            before = error
+                raise _given_up(error, said, num_failures, spent_s) from error
+            said[_sort_of(error)] = error.message
         sleep(delay_s)
 
 
@@ -457,15 +458,20 @@ def _if_throttled(error: StoreError) -> bool:
     return error.throttled
 
 
+def _sort_of(error: StoreError) -> str:
+    return re.sub(r"[\d.]+", "#", error.message)
+
+
 def _given_up(
-    error: StoreError, before: StoreError | None, num_attempts: int, spent_s: float
+    error: StoreError, said: dict[str, str], num_attempts: int, spent_s: float
 ) -> StoreError:
     tries = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
-    said = f"gave up after {tries} over {spent_s:.1f} s"
-    if before is not None and before.message != error.message:
-        # The deadline may have cut the last attempt short: that says little about the store.
-        said += f"; the attempt before: {before.message}"
-    return error.said_as(f"{error.message} ({said})")
+    gave_up = f"gave up after {tries} over {spent_s:.1f} s"
+    others = [message for sort, message in said.items() if sort != _sort_of(error)]
+    if others:
+        # The deadline may have cut the last attempts short: that says little about the store.
+        gave_up += f"; an attempt before: {others[-1]}"
+    return error.said_as(f"{error.message} ({gave_up})")
 
 
 def copy_with_retries(
