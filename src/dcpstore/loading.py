@@ -43,6 +43,7 @@ from dcpstore.read.reader import ObjectStoreReader
 from dcpstore.read.sharing import SharePolicy, Shares, read_shared
 from dcpstore.read.torch_save import BroadcastingTorchSaveReader
 from dcpstore.report import LoadResult, Meter, Phases, ProgressCallback, Transfer, show_progress
+from dcpstore.text import collector_paused
 
 StateMaker: TypeAlias = Callable[[Metadata], MutableMapping[str, Any]]
 """Makes the state dict once it is known what the checkpoint holds."""
@@ -176,6 +177,7 @@ class _LoadJob:
         return steps.each(self._group, "read each rank's metadata", look)
 
     def _plan(self, make_state: StateMaker, found: Metadata | Discovered) -> LoadPlan:
+        @collector_paused()  # once, as it walks over every object when it is turned on again
         def locally() -> LoadPlan:
             is_coordinator = self._group.is_coordinator
             metadata = found
