@@ -1,9 +1,4 @@
-"""Which objects a checkpoint's metadata refer to. Asked before anything is deleted.
-
-The answer is sure or an error: metadata that are damaged or strange say nothing of what they
-referred to.
-
-The commit protocol: how a checkpoint comes to exist in one request.
+"""The commit protocol: how a checkpoint comes to exist in one request.
 
 Every key of a save carries a fresh save id, so nothing that a sealed checkpoint refers to
 is ever overwritten. The coordinator commits in this order:
@@ -54,6 +49,9 @@ from dcpstore.store.base import IfMatch, PutMode, Store
 
 def keys_named_in(store: Store, data: memoryview, *, key: str, folder: str = "") -> set[str]:
     """Return the keys that a metadata object refers to, relative to its folder.
+
+    Asked before anything is deleted: metadata that are damaged or strange say nothing of what
+    they referred to, and are an error.
 
     Args:
         store: Rooted at the checkpoint's folder, or above it.
