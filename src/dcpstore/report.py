@@ -1,6 +1,6 @@
-"""Progress of a save or a load: a callback per piece of work, or a bar on a terminal.
+"""How far a save or a load is, and what it did.
 
-What a save and a load did: results that print as a short table.
+Progress goes to a callback, or to a bar on a terminal; results print as short tables.
 """
 
 from __future__ import annotations

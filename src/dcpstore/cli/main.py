@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM that end a command promptly and cleanly.
+"""From the command line to a command, and from its end to an exit code.
 
-Python runs a signal's handler in the main thread, between two of its own instructions. A thread
-that waits inside a foreign library for an answer that does not come is not there for minutes:
+Ctrl-C and SIGTERM end a command promptly and cleanly. Python runs a signal's handler in the main
+thread, between two of its own instructions. A thread that waits inside a foreign library for an
+answer that does not come is not there for minutes:
 
 1. the handler raises in the main thread, which cleans up and ends as after any error
 2. if the main thread did not come to that within `GRACE_S`, it waits in such a call: a second
@@ -9,15 +10,13 @@ that waits inside a foreign library for an answer that does not come is not ther
    publishes its object or does not, as after a crash; it never publishes a part of one
 3. a second signal ends the process at once
 
-The commands, and what the module of each must have.
+The module of each command keeps to this:
 
 1. ``dcpstore NAME ...`` imports ``dcpstore.cli.NAME`` and no other command.
 2. `Command.add_arguments` adds to the command's parser.
 3. `Command.run` calls the library, prints through its `Output`, and returns an exit code.
 
 What is slow to import (torch above all) is imported inside `Command.run`.
-
-From the command line to a command, and from its end to an exit code.
 """
 
 from __future__ import annotations

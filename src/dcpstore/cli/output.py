@@ -1,8 +1,4 @@
-"""What the process says to a script when it ends.
-
-Times and tables of the command line. Pure functions.
-
-What a command says, and where.
+"""What a command says and where: its result, its notes, its errors and its exit code.
 
 Standard output carries the result and nothing else: lines for people, or one JSON document
 with ``--json``. Everything on the way (notes, warnings, progress, errors) goes to standard

@@ -1,7 +1,4 @@
-"""What a conversion did.
-
-What of a checkpoint is converted: which keys, under which names, in which dtype.
-"""
+"""What of a checkpoint is converted (keys, names, dtypes), and what the conversion did."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Torch's ``Metadata`` from and to what we store.
-
-Torch's ``Metadata`` of what `dcpstore.read.discovery` finds: ours, a stock pickle, or files.
+"""Torch's ``Metadata`` to and from what is stored: a manifest, a stock pickle, safetensors.
 
 Pure; no I/O.
 """

@@ -1,6 +1,6 @@
 """`LoadPlanner`: what each rank reads, and what fits nowhere.
 
-`DynamicMetaLoadPlanner`: load by keys and shapes where the storage tells neither.
+`DynamicMetaLoadPlanner` loads by keys and shapes where the storage tells neither.
 """
 
 from __future__ import annotations

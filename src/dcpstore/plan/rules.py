@@ -1,6 +1,4 @@
-"""Which keys take part, and under which name they are stored.
-
-The value behind a `MetadataIndex` in a flattened state dict.
+"""Which keys take part, under which name, and the value behind each in a flattened state dict.
 
 A tensor may be held whole (plain tensors), as shards with their place in the whole
 (ShardedTensor), or behind DCP's checkpointable hooks (DTensor, and whoever implements

@@ -1,20 +1,18 @@
-"""A board on the c10d store that every torch job already has.
+"""Groups of the ranks of a torch process group. The one torch module that others import.
 
-It never blocks in the store: c10d's own ``wait`` holds the client's lock until it returns,
-cannot be interrupted, and writes to stderr when it times out. Asking costs about 25 us, and
-the pauses between questions grow with the time waited, so that they stay under a tenth of it.
+The board lies on the c10d store that every torch job already has. It never blocks in the store:
+c10d's own ``wait`` holds the client's lock until it returns, cannot be interrupted, and writes to
+stderr when it times out. Asking costs about 25 us, and the pauses between questions grow with the
+time waited, so that they stay under a tenth of it.
 
-Lanes on a c10d backend of their own: gloo, or NCCL where torch was built without it.
-
-A wait on gloo that times out closes every connection of that rank's backend. That is why the
-backend is never the trainer's, and it is also what makes a failure safe: nothing arrives any
-more in a buffer that its owner has given up.
+Lanes have a c10d backend of their own: gloo, or NCCL where torch was built without it. A wait on
+gloo that times out closes every connection of that rank's backend. That is why the backend is
+never the trainer's, and it is also what makes a failure safe: nothing arrives any more in a
+buffer that its owner has given up.
 
 A rank that closes its lanes first lets its sends end, within moments. gloo tells a receiver that
 the connection is gone only between messages: one that has the beginning of a message would wait
 for the rest until its time is over.
-
-Groups of the ranks of a torch process group. The one torch module that others import.
 
 What is kept between groups, and why: a connection to the job's store, a count of the groups
 opened (it names each one's keys), and lanes, which take a connection between every two ranks.

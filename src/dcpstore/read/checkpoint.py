@@ -1,6 +1,4 @@
-"""Python's indexing of a tensor as a box: which elements to read, and which dimensions to drop.
-
-`Checkpoint`: tensors, parts of tensors and values of a checkpoint, by name. No ranks.
+"""`Checkpoint`: tensors, parts of tensors and values of a checkpoint, by name. No ranks.
 
 What torch code does with a state dict on many ranks is `dcpstore.load`; this is for one
 process that wants some of what is there: a notebook, a converter, a check.

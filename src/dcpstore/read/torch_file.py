@@ -6,12 +6,10 @@ with open_torch_file("s3://bucket/model.pt") as file:
     rows = file.read_box(weight, offsets=(0, 0), sizes=(8, weight.shape[1]))
 ```
 
-Open the pickle of a ``torch.save`` file with stand-ins for its tensors.
-
 A stand-in is a tensor on the meta device: dtype, shape, strides, flags and Python type are
 those of the saved tensor, tensors that shared a storage share one, and there is no memory.
 
-A ``torch.save`` file in any store, of which only what is asked for is read.
+Only what is asked for is read:
 
 1. `open_torch_file`: HEAD, the zip directory at the end, ``data.pkl``: two to four requests
 2. `TorchFile.value`: the saved structure, with meta tensors as stand-ins

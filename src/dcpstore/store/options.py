@@ -1,10 +1,9 @@
-"""S3 credentials from botocore's chain, for the engine that has no such chain itself.
-
-fsspec-style storage options, translated for obstore.
+"""fsspec-style storage options, translated for obstore.
 
 An option is *honoured* (it becomes obstore configuration), *moot* (it tunes file
 handles, caches or listings that dcpstore never uses), or not honourable: then
 `NotHonoured` names it, and ``engine="auto"`` takes the fsspec engine instead.
+S3 credentials come from botocore's chain, as obstore has no such chain itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The look whether a checkpoint exists already, under way while the save is planned.
-
-`ObjectStoreWriter`: DCP's storage writer on an object store.
+"""`ObjectStoreWriter`: DCP's storage writer on an object store.
 
 DCP calls it in this order, once per save:
 

@@ -1,6 +1,6 @@
-"""A rank's share of a list of work: a run of neighbours, balanced by bytes.
+"""The checkpoint that a converter reads, opened once on every rank and read in blocks.
 
-Checkpoints in blocks: whole small tensors, and runs of rows of large ones.
+A block is a whole small tensor, or a run of rows of a large one.
 
 Blocks come in the order asked for, each in memory that is used again for the next but one,
 and while the caller writes some, the next are being fetched::
@@ -8,9 +8,8 @@ and while the caller writes some, the next are being fetched::
     fetching thread    | blocks 0 1 2 -> memory A | 3 4 -> B | 5 -> A |
     caller                                        | 0 1 2    | 3 4    | 5
 
-A block is row-major and dense, so the blocks of a tensor make up its payload.
-
-The checkpoint that a converter reads: its metadata read once, and opened on every rank.
+A block is row-major and dense, so the blocks of a tensor make up its payload. The ranks take runs
+of neighbouring blocks, balanced by bytes.
 """
 
 from __future__ import annotations

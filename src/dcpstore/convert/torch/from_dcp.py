@@ -1,17 +1,13 @@
-"""What the storages of a ``torch.save`` file are made of, given a checkpoint's tensors.
+"""`dcp_to_torch_save`: a DCP checkpoint, of whatever layout, becomes one ``torch.save`` file.
 
 A storage in the file is as long as the tensors that view it need, and where they lie in it is
 kept: views stay views, and tied tensors stay tied. Most storages are one tensor, row by row,
 and stream through; those that are put together of several tensors, or in another order,
 are assembled in memory.
 
-The nested structure that a checkpoint was saved from, with stand-ins for its tensors.
-
 Where `torch_save_to_dcp` made the checkpoint, the structure of its file is restored. Any
 other checkpoint says as much as DCP keeps: paths of nested keys, if its planner kept them,
 and that keys share a tensor, if they name the same bytes.
-
-`dcp_to_torch_save`: a DCP checkpoint, of whatever layout, becomes one ``torch.save`` file.
 
 1. (coordinator) rebuild the structure with stand-ins; choose, rename and cast its leaves
 2. decide what each storage of the file is made of, and pickle the structure: now the file's

@@ -1,13 +1,9 @@
-"""What of a ``torch.save`` file becomes what in a checkpoint. No tensor is read for it.
-
-Save what was chosen of a ``torch.save`` file: a save planner and a writer for it.
+"""`torch_save_to_dcp`: a ``torch.save`` file, in any store, becomes a DCP checkpoint.
 
 Every rank has the file's structure and plans a share of it, a run of the file; tensors are
 read when their turn to be written comes (see `dcpstore.convert.torch.source`). Tensors
 that are the very same elements are written once: their keys name the same bytes of the same
 object, which is all that DCP's format can say of sharing.
-
-`torch_save_to_dcp`: a ``torch.save`` file, in any store, becomes a DCP checkpoint.
 
 1. (all ranks) open the file: its directory and its pickle; see that all opened the same one
 2. (all ranks) choose what becomes what: pure, the same everywhere
