@@ -92,6 +92,13 @@ MUTANTS = (
         "            pass\n        return now.seal",
     ),
     Mutant(
+        "other-bytes-are-another-object",
+        "write/commit.py",
+        "now.data == found.data or (found.etag is not None and now.etag in (None, found.etag))",
+        "now.data == found.data",
+        ("--wire", "8000"),
+    ),
+    Mutant(
         "every-store-honours-preconditions",
         "write/commit.py",
         '    if mode == "overwrite":\n        return False\n    promised',

@@ -27,7 +27,7 @@ from dcpstore.store.base import IfMatch
 from dcpstore.store.retry import RetryingStore, RetryPolicy
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 from dcpstore.write import commit
-from dcpstore.write.commit import Found, Proof, Sealer, probe, sweep
+from dcpstore.write.commit import Found, Proof, Sealer, probe, prove_superseded, sweep
 
 PICKLED, MANIFEST = b"a pickle.", b"a manifest"
 OURS, THEIRS, OLD = "a" * 16, "b" * 16, "c" * 16
@@ -514,6 +514,22 @@ def test_an_unanswered_put_is_not_disproved_by_absence(store: Store) -> None:
     with pytest.raises(CommitUnknownError):
         sealer.put_sealed(OURS, PICKLED, MANIFEST)
     assert sealer.proof is None
+
+
+def test_a_first_read_that_was_cut_short_does_not_make_the_old_metadata_anothers(
+    store: Store,
+) -> None:
+    """A late put acts as long as the ETag is the one found, whatever bytes were read with it."""
+    seal(store, OLD)
+    whole = probe(store, METADATA_KEY)
+    assert whole is not None
+    cut_short = replace(whole, data=whole.data[:20], seal=None)
+    lost = Scripted(store, 9 * [(False, RESET)])
+    sealer = Sealer(lost, METADATA_KEY, cut_short, sleep=lambda _s: None)  # type: ignore[arg-type]
+    with pytest.raises(CommitUnknownError):
+        sealer.put_sealed(OURS, PICKLED, MANIFEST)
+    assert sealer.proof is None
+    assert prove_superseded(store, cut_short, whole) is None
 
 
 def test_our_own_metadata_cut_short_on_its_way_back_are_not_taken_for_anothers(

@@ -267,8 +267,7 @@ class ConditionalPut:
         except CheckpointError as error:
             self._why_unreadable = error
             return _Seen.UNREADABLE, None
-        before = self._found
-        if now is before or (now is not None and before is not None and now.data == before.data):
+        if _may_be_unchanged(self._found, now):
             return _Seen.AS_FOUND, None
         return (_Seen.GONE if now is None else _Seen.OTHER), None
 
@@ -390,6 +389,17 @@ class Sealer(ConditionalPut):
         )
 
 
+def _may_be_unchanged(found: Found | None, now: Found | None) -> bool:
+    """Tell whether what is there may be what was found, so that a put of it may still act.
+
+    The put's precondition is about the ETag. Bytes that differ do not prove another object: an
+    answer may have been cut short and look whole.
+    """
+    if found is None or now is None:
+        return found is now
+    return now.data == found.data or (found.etag is not None and now.etag in (None, found.etag))
+
+
 def _is_retryable(error: CheckpointError) -> bool:
     return isinstance(error, StoreError) and error.retryable
 
@@ -413,7 +423,7 @@ def prove_superseded(store: Store, found: Found | None, now: Found | None) -> Pr
     if found is not None and found.etag is None:
         return None
     mode: PutMode = "create" if found is None else IfMatch(found.etag or "")
-    if now is None or (found is not None and now.data == found.data):
+    if now is None or _may_be_unchanged(found, now):
         return None
     return Proof.SUPERSEDED if _is_honoured(store, mode) else None
 
