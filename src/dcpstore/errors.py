@@ -7,9 +7,12 @@ failure to the others.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Mapping
 from typing import Any
+
+from typing_extensions import Self
 
 from dcpstore.text import printable
 
@@ -34,6 +37,12 @@ class CheckpointError(Exception):
     def message(self) -> str:
         """The text the error was made with."""
         return str(self.args[0])
+
+    def saying(self, message: str) -> Self:
+        """Return the same error with another message."""
+        other = copy.copy(self)
+        other.args = (printable(message, keep="\n"),)
+        return other
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, dict(self.__dict__))
@@ -148,19 +157,6 @@ class StoreError(CheckpointError):
         self.refused = refused
         self.unreachable = unreachable
 
-    def said_as(self, message: str) -> StoreError:
-        """Return the same error with another message."""
-        return StoreError(
-            message,
-            key=self.key,
-            retryable=self.retryable,
-            throttled=self.throttled,
-            retry_after_s=self.retry_after_s,
-            denied=self.denied,
-            refused=self.refused,
-            unreachable=self.unreachable,
-        )
-
 
 class RankFailures(CheckpointError):
     """One or more ranks failed; every rank raises this same error.
@@ -172,7 +168,6 @@ class RankFailures(CheckpointError):
             fell silent.
         pickled: The original exception of each rank where it pickles. Bytes, so that this
             error itself always pickles.
-        note: What else to say, behind the causes.
     """
 
     def __init__(
@@ -182,20 +177,12 @@ class RankFailures(CheckpointError):
         *,
         tracebacks: Mapping[int, str] | None = None,
         pickled: Mapping[int, bytes] | None = None,
-        note: str = "",
     ) -> None:
         self.step = step
         self.causes = dict(sorted(causes.items()))
         self.tracebacks = dict(tracebacks or {})
         self._pickled = dict(pickled or {})
-        lines = [f"step {step!r} failed on {len(self.causes)} rank(s):", self._lines()]
-        super().__init__("\n".join([*lines, note] if note else lines))
-
-    def noting(self, note: str) -> RankFailures:
-        """Return the same error, whose message ends with a note."""
-        return RankFailures(
-            self.step, self.causes, tracebacks=self.tracebacks, pickled=self._pickled, note=note
-        )
+        super().__init__(f"step {step!r} failed on {len(self.causes)} rank(s):\n{self._lines()}")
 
     @property
     def exceptions(self) -> dict[int, BaseException]:

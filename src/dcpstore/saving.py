@@ -173,9 +173,9 @@ class _SaveJob:
                 self._writer.sweep_unsealed(seal_begun=False)
             return
         url = str(getattr(self._writer, "checkpoint_id", ""))
-        raise failures.noting(
-            f"The checkpoint may be sealed all the same: `dcpstore show {url}` prints the id of the"
-            " save that is there, and when it was made. Nothing was deleted"
+        raise failures.saying(
+            f"{failures.message}\nThe checkpoint may be sealed all the same: `dcpstore show {url}`"
+            " prints the id of the save that is there, and when it was made. Nothing was deleted"
         ) from failures.__cause__
 
     def _seal(self, agreed: AgreedPlan, shares: Sequence[_Share]) -> SaveResult:

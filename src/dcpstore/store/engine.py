@@ -711,4 +711,4 @@ def deletes_failed(cause: CheckpointError, num_left: int, num_keys: int) -> Stor
     message = f"up to {num_left} of {num_keys} deletes failed, first: {cause.message}"
     if not isinstance(cause, StoreError):
         return StoreError(message)
-    return cause.said_as(message)
+    return cause.saying(message)

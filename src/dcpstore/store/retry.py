@@ -471,7 +471,7 @@ def _given_up(
     if others:
         # The deadline may have cut the last attempts short: that says little about the store.
         gave_up += f"; an attempt before: {others[-1]}"
-    return error.said_as(f"{error.message} ({gave_up})")
+    return error.saying(f"{error.message} ({gave_up})")
 
 
 def copy_with_retries(
