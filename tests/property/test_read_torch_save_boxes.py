@@ -8,17 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcpstore import ReadConfig
-from dcpstore.format.dtypes import dtype_name
-from dcpstore.format.manifest import StoredItem
+from dcpstore.read.plan import plan_pieces
 from dcpstore.read.pump import ReadJob
-from dcpstore.read.targets import Target
+from dcpstore.read.targets import Target, copy_piece
 from dcpstore.read.torch_file import open_torch_file
-from dcpstore.read.torch_save import FileOrder, FileSource, contents_of
-from dcpstore.store.ranges import ByteRange
+from dcpstore.read.torch_save import Contents, FileSource, SavedFlags, contents_of
 
 
 @st.composite
@@ -54,17 +53,17 @@ def box(draw: st.DrawFn, sizes: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(starts, ends, strict=True))
 
 
-def target(key: str, part: tuple[slice, ...], out: torch.Tensor) -> Target:
+def target(key: str, part: tuple[slice, ...], out: torch.Tensor, contents: Contents) -> Target:
     index, offsets = MetadataIndex(key), torch.Size([one.start for one in part])
-    item = StoredItem("file", ByteRange(0, 0), "raw", ByteRange(0, 0), dtype=dtype_name(out.dtype))
     read_item = ReadItem(LoadItemType.TENSOR, index, offsets, index, offsets, out.shape)
-    return Target(read_item, item, out)
+    return Target(read_item, contents.item(index), out)
 
 
-class Commits:
+class Commits(DefaultLoadPlanner):
     """A planner that is told of complete targets."""
 
     def __init__(self, keys: list[str]) -> None:
+        super().__init__()
         self.keys = keys
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
@@ -86,11 +85,40 @@ def test_boxes_of_views_are_read_as_torch_cuts_them(
     committed: list[str] = []
     with open_torch_file(path) as file:
         contents, _ = contents_of(file)
-        targets = [target(key, boxes[key], out) for key, out in outs.items()]
-        order = FileOrder(Commits(committed), targets, contents, {})
+        targets = [target(key, boxes[key], out, contents) for key, out in outs.items()]
+        planner: Any = SavedFlags(Commits(committed), contents)
         source: Any = FileSource(file.url, file)
-        with ReadJob(source, config, Metadata({}), order.items) as job:
-            job.run(order.read_items, order)
+        with ReadJob(source, config, Metadata({}), {}) as job:
+            job.plan(targets, planner)
+            job.fetch_rest(planner)
     assert sorted(committed) == sorted(tensors)
     for key, part in wanted.items():
         assert torch.equal(outs[key], part)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_boxes_of_views_are_copied_from_their_runs_alone(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
+    tensor = data.draw(view())
+    part = data.draw(box(tuple(tensor.shape)))
+    path = tmp_path_factory.getbasetemp() / "runs.pt"
+    torch.save({"t": tensor}, path)
+    out = torch.empty(tensor[part].shape, dtype=tensor.dtype)
+    with open_torch_file(path) as file:
+        contents, _ = contents_of(file)
+        wants = target("t", part, out, contents)
+        source: Any = FileSource(file.url, file)
+        for pieces in plan_pieces([wants], request_bytes=4096, join_gap_bytes=4096).values():
+            for piece in pieces:
+                run, step = piece.spacing
+                fetched = torch.frombuffer(
+                    bytearray(source.get_range("file", *piece.fetch)), dtype=torch.uint8
+                )
+                count = (len(fetched) - run) // step + 1
+                runs = fetched.as_strided((count, run), (step, 1)).contiguous()
+                copy_piece(piece, memoryview(runs.numpy().reshape(-1)))
+    planner: Any = SavedFlags(Commits([]), contents)
+    planner.commit_tensor(wants.read_item, out)
+    assert torch.equal(out, tensor[part])

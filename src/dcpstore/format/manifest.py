@@ -31,7 +31,7 @@ from dcpstore.config import MAX_METADATA_BYTES
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.dtypes import DTYPES
 from dcpstore.format.keys import check_relative, is_save_id
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.ranges import ByteRange, row_major_strides
 from dcpstore.text import check_natural, parse_json
 
 FORMAT_VERSION = 2
@@ -160,6 +160,8 @@ class StoredItem:
         inline: The payload itself, where it is small enough to lie in the manifest.
         encoded: Of a value's bytes: where the same value lies once more, without pickle; None
             if it needs no such form.
+        strides: Steps between elements, in elements (raw only); None if they are row-major, as
+            those of every checkpoint are. Tensors of ``torch.save`` files may have any.
     """
 
     key: str
@@ -173,6 +175,12 @@ class StoredItem:
     block_bytes: int = 0
     inline: bytes | None = None
     encoded: StoredItem | None = None
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def element_strides(self) -> tuple[int, ...]:
+        """Steps between elements, in elements."""
+        return row_major_strides(self.sizes) if self.strides is None else self.strides
 
     @property
     def forms(self) -> tuple[StoredItem, ...]:

@@ -40,7 +40,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from dcpstore.format.dtypes import is_plain_dtype
-from dcpstore.store.ranges import ByteRange, is_row_major, row_major_strides
+from dcpstore.store.ranges import ByteRange, is_row_major
 from dcpstore.torch_private import wait_async_collective
 
 if TYPE_CHECKING:
@@ -111,25 +111,30 @@ def span_of(
 
 
 def spacing(
-    chunk_sizes: Sequence[int], box_sizes: Sequence[int], item_bytes: int
+    strides: Sequence[int], sizes: Sequence[int], item_bytes: int
 ) -> tuple[int, int] | None:
     """Return how many bytes of a box's span are its own every how many; the same if all are.
 
+    Args:
+        strides: Of the chunk, in elements; they need not be row-major.
+        sizes: Elements of the box in each dimension.
+        item_bytes: Bytes per element.
+
     Returns:
-        None if its runs do not all lie equally far apart.
+        None if its runs do not all lie equally far apart, or overlap.
     """
     levels = [(1, 1)]  # from the inside out: so many, so far apart, in elements
-    strides = row_major_strides(tuple(chunk_sizes))
-    for size, stride in zip(reversed(box_sizes), reversed(strides), strict=True):
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
         count, step = levels[-1]
         if size > 1 and stride == count * step:
             levels[-1] = (count * size, step)
         elif size > 1:
             levels.append((size, stride))
-    if len(levels) > 2:
-        return None
     run = levels[0][0]
-    return run * item_bytes, (levels[1][1] if len(levels) == 2 else run) * item_bytes
+    step = levels[1][1] if len(levels) == 2 else run
+    if len(levels) > 2 or step < run:
+        return None
+    return run * item_bytes, step * item_bytes
 
 
 def bands(

@@ -28,7 +28,7 @@ from dcpstore.format.dtypes import dtype_from_name, item_bytes
 from dcpstore.format.payload import Box, bands, is_one_run, note_written, span_of, writable_payload
 from dcpstore.read.targets import Piece, Target, check_inside, part_of_target
 from dcpstore.store.base import Destination
-from dcpstore.store.ranges import ByteRange, cut, group, round_out, row_major_strides
+from dcpstore.store.ranges import ByteRange, cut, group, round_out
 
 # The answer takes 0.16 s of a 100 MB/s connection, beside which a delay of 0.03 s counts little.
 MOST_LANDING_BYTES = 16 << 20
@@ -133,8 +133,13 @@ def _cut(
         check_inside(item.sizes, target)
         if 0 in sizes:
             return
-        strides, element_bytes = row_major_strides(item.sizes), item_bytes(item.dtype)
-        if not (target.tensor.is_contiguous() and is_one_run(item.sizes, sizes)):
+        strides, element_bytes = item.element_strides, item_bytes(item.dtype)
+        is_run = item.strides is None and is_one_run(item.sizes, sizes)
+        if not (is_run and target.tensor.is_contiguous()):
+            # What was expanded is read once.
+            sizes = tuple(
+                1 if stride == 0 else size for size, stride in zip(sizes, strides, strict=True)
+            )
             bounds = {"max_bytes": request_bytes, "max_gap_bytes": join_gap_bytes}
             for box in bands(strides, offsets, sizes, element_bytes, **bounds):
                 yield span_of(strides, *box, element_bytes), box
@@ -228,7 +233,7 @@ def _with_memory(request: Request) -> Request:
 
 def _memory_of(piece: Piece) -> tuple[memoryview, ...]:
     """Return where the bytes of a piece go, and scratch memory around it; none if they cannot."""
-    if piece.target.item.kind != "raw":
+    if piece.target.item.kind != "raw" or piece.target.item.strides is not None:
         return ()
     part = part_of_target(piece)
     if part.dtype != dtype_from_name(piece.target.item.dtype):

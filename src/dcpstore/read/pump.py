@@ -270,12 +270,13 @@ class ReadJob:
             IncompatibleError: If a target does not fit; nothing was changed.
         """
         with collector_paused():
-            self._prepare(read_items, planner)
+            targets = resolve_targets(
+                read_items, planner, self._items, self._metadata, self._config.casts
+            )
+            self.plan(targets, planner)
 
-    def _prepare(self, read_items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        targets = resolve_targets(
-            read_items, planner, self._items, self._metadata, self._config.casts
-        )
+    def plan(self, targets: list[Target], planner: LoadPlanner) -> None:
+        """Load what needs no request into checked targets, plan the rest."""
         self.stats.num_targets = len(targets)
         unknown = {
             (t.item.key, t.item.record): t.item for t in targets if is_worth_locating(t.item)

@@ -40,7 +40,7 @@ from dcpstore.format.record import HEAD_BYTES, HeadAnswer, NeedMoreBytes, parse_
 from dcpstore.format.tensors import copy_opaque_in, decode_opaque
 from dcpstore.plan.coverage import refuse_lacks
 from dcpstore.store.base import Store
-from dcpstore.store.ranges import ByteRange, row_major_strides
+from dcpstore.store.ranges import ByteRange
 from dcpstore.torch_private import default_extension_registry, narrow
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Piece:
         item, num_bytes = self.target.item, self.fetch.num_bytes
         found = None
         if self.box is not None and item.checksums is None:
-            found = spacing(item.sizes, self.box[1], item_bytes(item.dtype))
+            found = spacing(item.element_strides, self.box[1], item_bytes(item.dtype))
         return found or (num_bytes, num_bytes)
 
 
@@ -330,8 +330,7 @@ def part_of_target(piece: Piece) -> torch.Tensor:
     assert tensor is not None
     first = piece.target.read_item.storage_offsets
     if piece.box is None:
-        strides = row_major_strides(item.sizes)
-        before = sum(o * s for o, s in zip(first, strides, strict=True))
+        before = sum(o * s for o, s in zip(first, item.element_strides, strict=True))
         element_bytes = item_bytes(item.dtype)
         start = (piece.span.start - item.payload.start) // element_bytes - before
         return tensor.view(-1).narrow(0, start, piece.span.num_bytes // element_bytes)
@@ -348,12 +347,14 @@ def copy_piece(piece: Piece, data: memoryview) -> None:
     """
     item, part = piece.target.item, part_of_target(piece)
     start = piece.fetch.start - item.payload.start
-    strides, box = row_major_strides(item.sizes), piece.box
+    strides, box = item.element_strides, piece.box
     if box is None:  # elements of the flattened chunk
         first = (piece.span.start - item.payload.start) // item_bytes(item.dtype)
         strides, box = (1,), ((first,), tuple(part.shape))
-    elif len(data) < piece.fetch.num_bytes:
-        start, strides, box = 0, row_major_strides(box[1]), ((0,) * len(box[1]), box[1])
+    elif len(data) < piece.fetch.num_bytes:  # runs of elements, without what lies between them
+        run, step = (num_bytes // item_bytes(item.dtype) for num_bytes in piece.spacing)
+        start, box = 0, ((0,) * len(box[1]), box[1])
+        strides = tuple(one if one < step else one // step * run for one in strides)
     copy_box_in(data, start, dtype_from_name(item.dtype), strides, *box, part)
 
 
@@ -372,7 +373,7 @@ def copy_box(item: StoredItem, payload: memoryview, target: Target) -> None:
     assert target.tensor is not None
     check_inside(item.sizes, target)
     dtype = dtype_from_name(item.dtype)
-    copy_box_in(payload, 0, dtype, row_major_strides(item.sizes), *target.box, target.tensor)
+    copy_box_in(payload, 0, dtype, item.element_strides, *target.box, target.tensor)
 
 
 def copy_decoded(tensor: torch.Tensor, target: Target) -> None:

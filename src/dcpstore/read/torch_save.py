@@ -1,6 +1,6 @@
 """`BroadcastingTorchSaveReader`: a ``torch.save`` file as the source of a distributed load.
 
-A file is read like a checkpoint with one object, whose items are row-major chunks of the file,
+A file is read like a checkpoint with one object, whose items are tensors with any strides,
 and one rank that may fetch (see `dcpstore.read.sharing`)::
 
     store --ranged GETs--> reading rank --waves of messages--> each rank: its part of each tensor
@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import os
 import pickle
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -60,7 +58,7 @@ from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
 from dcpstore.report import Meter
 from dcpstore.store import Capabilities, Store, open_store
 from dcpstore.store.folder import file_location
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.ranges import ByteRange, is_row_major
 from dcpstore.text import redact
 from dcpstore.torch_private import flatten_state_dict
 
@@ -99,6 +97,22 @@ class Contents:
             properties = TensorProperties(dtype=place.dtype)
             entries[fqn] = TensorStorageMetadata(properties, size, [chunk])
         return Metadata(entries, dict(self.paths), storage_meta=StorageMeta(self.url))
+
+    def item(self, index: MetadataIndex) -> StoredItem:
+        """Return a tensor from an offset on, or a value, whose bytes do not lie anywhere yet.
+
+        A planner may have made up chunks; what it reads is counted from the chunk that it names.
+        """
+        if index.fqn not in self.tensors:
+            return StoredItem(_VALUES, _NOWHERE, "bytes", _NOWHERE)
+        start, place = self.tensors[index.fqn]
+        offsets = index.offset or (0,) * len(place.sizes)
+        sizes = tuple(size - first for size, first in zip(place.sizes, offsets, strict=True))
+        span = place.span(offsets, sizes)
+        payload = ByteRange(start + span.start, start + span.end)
+        strides = None if is_row_major(sizes, place.strides) else place.strides
+        dtype = dtype_name(place.dtype)
+        return StoredItem(_FILE, payload, "raw", payload, dtype=dtype, sizes=sizes, strides=strides)
 
     def keys_like(self, fqn: str) -> list[str]:
         """Return a few keys of the file that a missing key may have meant."""
@@ -231,14 +245,7 @@ def resolve(
             problems.setdefault(read_item.storage_index.fqn, problem)
     if problems:
         raise IncompatibleError(_explain(problems, contents))
-    items = {}
-    for read_item in read_items:
-        saved = contents.tensors.get(read_item.storage_index.fqn)
-        items[read_item.storage_index] = (
-            StoredItem(_VALUES, _NOWHERE, "bytes", _NOWHERE)
-            if saved is None
-            else StoredItem(_FILE, _NOWHERE, "raw", _NOWHERE, dtype=dtype_name(saved[1].dtype))
-        )
+    items = {one.storage_index: contents.item(one.storage_index) for one in read_items}
     return resolve_targets(read_items, planner, items, Metadata({}), config.casts)
 
 
@@ -314,155 +321,24 @@ def _out_of_bounds(read_item: ReadItem, place: TensorPlace) -> str | None:
     )
 
 
-# --- in the order of the file -----------------------------------------------------------------
-
-
-def row_major_parts(
-    start: int,
-    place: TensorPlace,
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    out: torch.Tensor,
-) -> Iterator[tuple[StoredItem, tuple[int, ...], torch.Tensor]]:
-    """Take a box of a saved tensor apart into boxes of row-major chunks of the file.
-
-    Most tensors are boxes of one chunk: dense ones, slices, every n-th element, and what a
-    transpose or a permute made of these::
-
-        saved: shape (4, 3), strides (1, 6)     the chunk: 3 rows of 6, dimensions 1 and 0
-                                                # # # # . .
-                                                # # # # . .
-                                                # # # # . .
-
-    Of others (overlapping windows, steps that do not divide each other) there is a chunk per
-    index of the dimensions that do not fit in. What was expanded is read once.
-
-    Args:
-        start: Byte of the file at which the storage starts.
-        place: Of the tensor.
-        offsets: First element of the box in each dimension.
-        sizes: Elements in each dimension.
-        out: Where the box goes.
-
-    Returns:
-        The chunk, the first element of the box in it, and where that goes.
-    """
-    item_bytes = place.dtype.itemsize
-    axes = [a for a, size in enumerate(place.sizes) if size > 1 and place.strides[a]]
-    axes.sort(key=lambda axis: -place.strides[axis])
-    num_outer = next(n for n in range(len(axes) + 1) if _is_nested(place, axes[n:]))
-    outer, inner = axes[:num_outer], axes[num_outer:]
-    steps_between = [*(place.strides[axis] for axis in inner), 1]
-    lengths = [long // short for long, short in itertools.pairwise(steps_between)]
-    chunk = (place.sizes[inner[0]] if inner else 1, *lengths)
-    inside = (*(offsets[axis] for axis in inner), 0)
-    order = [sorted(inner).index(axis) for axis in inner]
-    dims = range(len(place.sizes))
-    for index in itertools.product(*(range(sizes[axis]) for axis in outer)):
-        at = dict(zip(outer, index, strict=True))
-        first = place.storage_offset
-        first += sum((offsets[axis] + n) * place.strides[axis] for axis, n in at.items())
-        payload_start = start + first * item_bytes
-        payload = ByteRange(payload_start, payload_start + math.prod(chunk) * item_bytes)
-        item = StoredItem(
-            _FILE, payload, "raw", payload, dtype=dtype_name(place.dtype), sizes=chunk
-        )
-        part = out[tuple(slice(None) if axis in inner else at.get(axis, 0) for axis in dims)]
-        yield item, inside, part.permute(order).unsqueeze(-1)
-
-
-def _is_nested(place: TensorPlace, axes: Sequence[int]) -> bool:
-    """Tell whether each dimension's step is a whole number of the next one's rows."""
-    return all(
-        place.strides[long] % place.strides[short] == 0
-        and place.strides[long] >= place.sizes[short] * place.strides[short]
-        for long, short in itertools.pairwise(axes)
-    )
-
-
-class FileOrder:
-    """What a read job is to read for the targets of a planner; in its place towards the job.
+class SavedFlags:
+    """A planner's place towards a read job: what was saved lazily is done before it is told.
 
     Args:
         planner: Told of complete targets.
-        targets: Checked.
         contents: Of the file.
-        value_places: Where values lie in `_VALUES`, by key.
     """
 
-    def __init__(
-        self,
-        planner: LoadPlanner,
-        targets: Sequence[Target],
-        contents: Contents,
-        value_places: Mapping[str, ByteRange],
-    ) -> None:
-        self.read_items: list[ReadItem] = []
-        self.items: dict[MetadataIndex, StoredItem] = {}
+    def __init__(self, planner: LoadPlanner, contents: Contents) -> None:
+        self._tensors = contents.tensors
         self._planner = planner
-        self._targets = targets
-        self._places = {fqn: place for fqn, (_, place) in contents.tensors.items()}
-        self._owners: list[tuple[int, torch.Tensor | None]] = []
-        self._missing: Counter[int] = Counter()
-        for number, target in enumerate(targets):
-            if target.tensor is None:
-                span = value_places[target.fqn]
-                self._add(number, StoredItem(_VALUES, span, "bytes", span), (), None)
-                continue
-            offsets, sizes = _box(target.read_item)
-            if 0 in sizes:
-                nothing = replace(target.item, sizes=(0,))
-                self._add(number, nothing, (0,), target.tensor.flatten())
-                continue
-            saved = contents.tensors[target.fqn]
-            for part in row_major_parts(*saved, offsets, sizes, target.tensor):
-                self._add(number, *part)
-
-    def _add(
-        self, number: int, item: StoredItem, offsets: Sequence[int], tensor: torch.Tensor | None
-    ) -> None:
-        read_item = self._targets[number].read_item
-        index = MetadataIndex(read_item.storage_index.fqn, torch.Size([len(self._owners)]))
-        self.items[index] = item
-        self.read_items.append(
-            replace(
-                read_item,
-                storage_index=index,
-                storage_offsets=torch.Size(offsets),
-                lengths=torch.Size(() if tensor is None else tensor.shape),
-            )
-        )
-        self._owners.append((number, tensor))
-        self._missing[number] += 1
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the memory of a part."""
-        _, tensor = self._owners[_number(read_item)]
-        assert tensor is not None
-        return tensor
+        self.load_bytes = planner.load_bytes
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Count a part, and complete its target with the last one."""
-        del tensor
-        number, _ = self._owners[_number(read_item)]
-        self._owners[_number(read_item)] = number, None
-        self._missing[number] -= 1
-        if not self._missing[number]:
-            target = self._targets[number]
-            assert target.tensor is not None
-            _apply_flags(self._places[target.fqn], target.tensor)
-            self._planner.commit_tensor(target.read_item, target.tensor)
-            target.tensor = None
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Hand over a value."""
-        number, _ = self._owners[_number(read_item)]
-        self._planner.load_bytes(self._targets[number].read_item, value)
-
-
-def _number(read_item: ReadItem) -> int:
-    assert read_item.storage_index.offset is not None
-    return read_item.storage_index.offset[0]
+        """Complete a target whose elements are all there."""
+        _, place = self._tensors[read_item.storage_index.fqn]
+        _apply_flags(place, tensor)
+        self._planner.commit_tensor(read_item, tensor)
 
 
 def _apply_flags(place: TensorPlace, out: torch.Tensor) -> None:
@@ -564,20 +440,23 @@ class LoadJob:
             config = replace(config, request_bytes=most_bytes)
         with ExitStack() as stack:
 
-            def prepare() -> tuple[ReadJob, LoadPlanner]:
-                order = FileOrder(planner, targets, self._contents, places)
-                job = ReadJob(cast("Store", source), config, Metadata({}), order.items, meter=meter)
+            def prepare() -> ReadJob:
+                job = ReadJob(cast("Store", source), config, Metadata({}), {}, meter=meter)
                 stack.enter_context(job)
-                towards_job = cast("LoadPlanner", order)
-                job.prepare(order.read_items, towards_job)
-                return job, towards_job
+                for target in targets:
+                    if target.tensor is None:
+                        span = places[target.fqn]
+                        target.item = replace(target.item, record=span, payload=span)
+                job.plan(targets, towards_job)
+                return job
 
-            job, order = steps.each(self._group, "check targets", prepare)
+            towards_job = cast("LoadPlanner", SavedFlags(planner, self._contents))
+            job = steps.each(self._group, "check targets", prepare)
             self.stats = job.stats
             sharing, _ = read_shared(
                 self._group,
                 job,
-                order,
+                towards_job,
                 config,
                 keys=(_FILE, _VALUES),
                 policy="never" if self._is_direct else "always",
@@ -585,7 +464,6 @@ class LoadJob:
                 fetcher=self._group.coordinator,
             )
             steps.each(self._group, "finish", self._file.check_unchanged if self._file else bool)
-        self.stats.num_targets = len(targets)
         self.stats.num_requests = len(source.asked_bytes)
         self.stats.fetched_bytes = sum(source.asked_bytes)
         return "not shared: every rank read for itself" if self._is_direct else sharing
