@@ -56,7 +56,7 @@ def echo() -> Iterator[tuple[str, list[int]]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
         server.daemon_threads, server.block_on_close = True, False
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}", statuses
         server.shutdown()
