@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -170,13 +171,13 @@ class CountingGroup(PassesOn):
         super().__init__(group)
         self.sent_bytes: Counter[str] = Counter()
 
-    def exchange(self, step: str, dump_own: Callable[[], bytes], *rest: Any, **options: Any) -> Any:
-        def dump() -> bytes:
-            blob = dump_own()
-            self.sent_bytes[step] += len(blob)
-            return blob
+    def exchange(self, step: str, work: Callable[[], Any], reduce: Callable[..., Any]) -> Any:
+        def noted() -> Any:
+            value = work()
+            self.sent_bytes[step] += len(pickle.dumps(value, protocol=5))
+            return value
 
-        return self._inner.exchange(step, dump, *rest, **options)
+        return self._inner.exchange(step, noted, reduce)
 
 
 class Shelf:

@@ -2,14 +2,14 @@
 
 Calls in order; ``N`` counts the steps of a group, and keys are on the group's board:
 
-1. Every rank runs `produce` and posts its answer at ``N/u/{rank}``: its value, or why it has
-   none. A value that is too large to post is only announced.
+1. Every rank runs `work` and posts its answer at ``N/u/{rank}``: its value, pickled, or why it
+   has none. A value that is too large to post is only announced.
 2. The coordinator waits for all answers, or until its deadline.
 3. Where values were announced, the coordinator posts ``N/g``; those ranks send by lane.
-4. The coordinator runs `combine`, posts the parts at ``N/p`` (one for all) or ``N/p/{rank}``,
+4. The coordinator runs `reduce`, posts the results at ``N/p`` (one for all) or ``N/p/{rank}``,
    and settles ``N/d``: the step goes on, or failed, with the cause for each failing rank.
-5. Every rank reads ``N/d``, takes its part, runs `consume`, and posts at ``N/a/{rank}``
-   whether that went well.
+5. Every rank reads ``N/d``, takes its result, and posts at ``N/a/{rank}`` whether that went
+   well.
 6. The coordinator waits for all of these and settles ``N/e``, which every rank reads: only
    then does a rank return.
 
@@ -28,16 +28,17 @@ sizes known up front.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from typing_extensions import Buffer
 
-from dcpstore.errors import ConfigError, RankFailures
+from dcpstore.errors import CheckpointError, ConfigError, RankFailures
 from dcpstore.ranks.group import (
     Answer,
     Blob,
@@ -58,6 +59,7 @@ from dcpstore.ranks.transport import (
 )
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 Remaining: TypeAlias = Callable[[], float]
 """Seconds left for a transfer."""
@@ -203,30 +205,34 @@ _UNDECIDED = "has every rank's answer but did not decide in time: it hangs or wa
 
 
 @dataclass(slots=True)
-class _Call(Generic[T]):
+class _Call(Generic[T, R]):
     """One step as this rank goes through it.
 
-    Args:
+    Attributes:
         name: The step's name.
         label: The same with the subject: what ranks compare.
         number: Its place in the group's sequence.
-        produce: See `RankGroup.exchange`.
-        combine: As above.
-        consume: As above.
+        work: See `RankGroup.exchange`.
+        reduce: As above.
         clock: Seconds that only grow.
         deadline_s: Seconds from now until the step must be over.
         opens_lanes: Whether it leaves lanes open.
+        values: This rank's value, once it is made.
+        results: What `reduce` made: one for all ranks, or one per rank. On the coordinator.
+        parts: The same, pickled; nothing for the coordinator itself where there is one per rank.
     """
 
     name: str
     label: str
     number: int
-    produce: Callable[[], Blob]
-    combine: Callable[[list[Blob]], Sequence[Blob]]
-    consume: Callable[[Blob], T]
+    work: Callable[[], T]
+    reduce: Callable[[list[T]], Sequence[R]]
     clock: Callable[[], float]
     deadline_s: float
     opens_lanes: bool
+    values: list[T] = field(default_factory=list)
+    results: Sequence[R] = ()
+    parts: Sequence[Blob] = ()
     entered: float = 0.0
     is_reported: bool = False  # the others know of whatever this rank raises
 
@@ -322,34 +328,20 @@ class BoardGroup(RankGroup):
         self._own_keys: list[str] = []
         self._open_steps: list[int] = []  # whose decisions somebody may still want
         self._had_failure = False
-        self._current: _Call[Any] | None = None
+        self._current: _Call[Any, Any] | None = None
         self._is_closed = False
 
     def exchange(
-        self,
-        step: str,
-        produce: Callable[[], Blob],
-        combine: Callable[[list[Blob]], Sequence[Blob]],
-        consume: Callable[[Blob], T],
-    ) -> T:
-        """Run one step; see `RankGroup.exchange`, and the module for its calls."""
-
-        def produce_or_hang_up() -> Blob:
-            try:
-                return produce()
-            except BaseException:
-                # Others may be waiting for bytes that this rank will never send or take.
-                if self._bulk.lanes is not None:
-                    self._bulk.lanes.close()
-                raise
-
-        return self._go_through(step, produce_or_hang_up, combine, consume)
+        self, step: str, work: Callable[[], T], reduce: Callable[[list[T]], Sequence[R]]
+    ) -> R:
+        """All ranks: run one step; see `RankGroup.exchange`, and the module for its calls."""
+        return self._go_through(step, work, reduce)
 
     def open_lanes(self) -> None:
         """All ranks: make ready to carry bytes."""
         if not self._has_lanes:
             raise ConfigError("these ranks have no way to carry bytes but the board")
-        self._go_through("open lanes", bytes, lambda _: [b""], lambda _: None, opens_lanes=True)
+        self._go_through("open lanes", lambda: None, lambda _: [None], opens_lanes=True)
 
     def post_send(self, data: Buffer, to: int) -> Pending:
         """Begin to send contiguous host bytes to another rank."""
@@ -426,16 +418,15 @@ class BoardGroup(RankGroup):
     def _go_through(
         self,
         step: str,
-        produce: Callable[[], Blob],
-        combine: Callable[[list[Blob]], Sequence[Blob]],
-        consume: Callable[[Blob], T],
+        work: Callable[[], T],
+        reduce: Callable[[list[T]], Sequence[R]],
         *,
         opens_lanes: bool = False,
-    ) -> T:
+    ) -> R:
         if self._is_closed:
             raise ConfigError("the group is closed")
         label = f"{step} of {self._subject}" if self._subject else step
-        functions = (produce, combine, consume, self._clock)
+        functions = (work, reduce, self._clock)
         call = _Call(step, label, self._number, *functions, self.deadline_s, opens_lanes)
         self._number += 1
         self._open_steps.append(call.number)
@@ -447,14 +438,15 @@ class BoardGroup(RankGroup):
         finally:
             self._current = None
 
-    def _run(self, call: _Call[T]) -> T:
+    def _run(self, call: _Call[T, R]) -> R:
         try:
             blob, cause = self._produce(call)
-            parts = self._lead(call, blob) if self.is_coordinator else ()
+            if self.is_coordinator:
+                self._lead(call)
             decision = self._read_start(call, blob)
             self._forget_earlier(call, decision)
             self._stop_if_failed(call, decision, cause)
-            result, cause = self._consume(call, decision, parts)
+            result, cause = self._consume(call, decision)
             if self.is_coordinator:
                 self._conclude(call)
             self._stop_if_failed(call, self._await(call, "a"), cause)
@@ -468,15 +460,18 @@ class BoardGroup(RankGroup):
             if isinstance(error, Exception) and decision.is_failed:
                 raise decision.error(call.name) from error
             raise
-        assert result is not None
         return result[0]
 
-    def _produce(self, call: _Call[T]) -> tuple[Blob, Exception | None]:
-        """Call 1. Returns the blob, or the error that this rank answered with."""
+    def _produce(self, call: _Call[T, R]) -> tuple[Blob, Exception | None]:
+        """Call 1. Returns this rank's value, pickled, or the error that it answered with."""
         held = self._bulk.held_name
         try:
-            blob = call.produce()
+            call.values.append(call.work())
+            blob = _dump(call.values[0], "its value")
         except BaseException as error:  # noqa: BLE001 - a rank's boundary: raised on every rank
+            # Others may be waiting for bytes that this rank will never send or take.
+            if self._bulk.lanes is not None:
+                self._bulk.lanes.close()
             return b"", self._report(call, "u", error)
         size = self._bulk.size_by_lane(blob)
         if self.is_coordinator:
@@ -488,31 +483,40 @@ class BoardGroup(RankGroup):
         self._answer(call, "u", answer)
         return blob, None
 
-    def _lead(self, call: _Call[T], own: Blob) -> Sequence[Blob]:
-        """Calls 2 to 4, on the coordinator. Returns the parts, if it came that far."""
+    def _lead(self, call: _Call[T, R]) -> None:
+        """Calls 2 to 4, on the coordinator; it may be that they end early."""
         answers, decision = self._collect(call, "u", call.left_s())
         if decision.is_failed:
             self._board.settle(call.key("d"), decision.encode())
-            return ()
+            return
         order = self._bulk.order(call.number, answers)
-        blobs = [own if answer.blob is None else answer.blob for answer in answers]
+        blobs = {rank: a.blob for rank, a in enumerate(answers) if a.blob is not None}
         sizes = {rank: a.bulk_bytes for rank, a in enumerate(answers) if a.bulk_bytes}
         if sizes:
             self._board.post(call.key("g"), Decision(order=order).encode())
-            for rank, blob in self._bulk.pull(order, sizes, call.left_s).items():
-                blobs[rank] = blob
-        parts = call.combine(blobs)
-        if len(parts) not in (1, self.size):
-            raise ValueError(f"{len(parts)} parts were made for {self.size} ranks")
-        self._hand_out(call, parts, order)
-        return parts
+            blobs |= self._bulk.pull(order, sizes, call.left_s)
+        values = [
+            call.values[0] if rank == self.rank else _load(blobs[rank], f"the value of rank {rank}")
+            for rank in range(self.size)
+        ]
+        call.results = call.reduce(values)
+        if len(call.results) not in (1, self.size):
+            raise ValueError(f"{len(call.results)} parts were made for {self.size} ranks")
+        if len(call.results) == 1:
+            call.parts = [_dump(call.results[0], "the result")]
+        else:
+            call.parts = [
+                b"" if rank == self.rank else _dump(result, f"the part of rank {rank}")
+                for rank, result in enumerate(call.results)
+            ]
+        self._hand_out(call, order)
 
-    def _hand_out(self, call: _Call[T], parts: Sequence[Blob], order: LaneOrder) -> None:
+    def _hand_out(self, call: _Call[T, R], order: LaneOrder) -> None:
         """Post the small parts, then settle that the step goes on."""
-        is_shared = len(parts) == 1
-        sizes = tuple(self._bulk.size_by_lane(part) for part in parts)
+        is_shared = len(call.parts) == 1
+        sizes = tuple(self._bulk.size_by_lane(part) for part in call.parts)
         posted: list[str] = []
-        for rank, part in enumerate(parts):
+        for rank, part in enumerate(call.parts):
             if not sizes[rank] and (is_shared or rank != self.rank):
                 self._board.post(key := call.key("p", None if is_shared else rank), part)
                 posted.append(key)
@@ -526,7 +530,7 @@ class BoardGroup(RankGroup):
         if Decision.decode(settled).is_failed:
             self._board.drop(posted)
 
-    def _read_start(self, call: _Call[T], own: Blob) -> Decision:
+    def _read_start(self, call: _Call[T, R], own: Blob) -> Decision:
         """Call 5's wait for the first decision, sending this rank's value if told to."""
         go = call.key("g")
         if not self.is_coordinator and not self._board.wait(
@@ -538,7 +542,7 @@ class BoardGroup(RankGroup):
                 self._bulk.push(order, own, call.left_s)
         return self._await(call, "u")
 
-    def _forget_earlier(self, call: _Call[T], decision: Decision) -> None:
+    def _forget_earlier(self, call: _Call[T, R], decision: Decision) -> None:
         """Once every rank has answered in this step, none wants anything of earlier ones."""
         if not decision.is_complete:
             return
@@ -550,41 +554,42 @@ class BoardGroup(RankGroup):
             self._board.drop([f"{number}/{kind}" for number in earlier for kind in "degp"])
 
     def _consume(
-        self, call: _Call[T], decision: Decision, parts: Sequence[Blob]
-    ) -> tuple[tuple[T] | None, Exception | None]:
-        """Call 5. Returns the result in a tuple, or the error that this rank answered with."""
+        self, call: _Call[T, R], decision: Decision
+    ) -> tuple[Sequence[R], Exception | None]:
+        """Call 5. Returns the result as all there is, or the error that this rank answered with."""
         try:
-            result = call.consume(self._take_part(call, decision, parts))
+            result = self._take_part(call, decision)
         except BoardLostError:
             raise
         except BaseException as error:  # noqa: BLE001 - as in _produce
-            return None, self._report(call, "a", error)
+            return (), self._report(call, "a", error)
         self._answer(call, "a", Answer(call.label))
         return (result,), None
 
-    def _take_part(self, call: _Call[T], decision: Decision, parts: Sequence[Blob]) -> Blob:
-        blob = self._bulk.distribute(decision, parts, lambda: call.left_s("a"))
-        if blob is not None:
-            return blob
+    def _take_part(self, call: _Call[T, R], decision: Decision) -> R:
+        blob = self._bulk.distribute(decision, call.parts, lambda: call.left_s("a"))
         if self.is_coordinator:
-            return parts[0 if decision.is_shared else self.rank]
-        key = call.key("p", None if decision.is_shared else self.rank)
-        if not decision.is_shared:
-            self._own_keys.append(key)
-        return self._board.fetch([key])[key]
+            return call.results[0 if decision.is_shared else self.rank]
+        if blob is None:
+            key = call.key("p", None if decision.is_shared else self.rank)
+            if not decision.is_shared:
+                self._own_keys.append(key)
+            blob = self._board.fetch([key])[key]
+        result: R = _load(blob, "its part of the result")
+        return result
 
-    def _conclude(self, call: _Call[T]) -> None:
+    def _conclude(self, call: _Call[T, R]) -> None:
         """Call 6, on the coordinator."""
         _, decision = self._collect(call, "a", call.left_s("a"))
         self._board.settle(call.key("e"), decision.encode())
 
     # --- answers and decisions -----------------------------------------------------
 
-    def _answer(self, call: _Call[T], kind: str, answer: Answer) -> None:
+    def _answer(self, call: _Call[T, R], kind: str, answer: Answer) -> None:
         self._own_keys.append(call.key(kind, self.rank))
         self._board.post(self._own_keys[-1], answer.encode())
 
-    def _report(self, call: _Call[T], kind: str, error: BaseException) -> Exception:
+    def _report(self, call: _Call[T, R], kind: str, error: BaseException) -> Exception:
         """Answer that this rank failed, and return why; what is no Exception is raised on.
 
         A coordinator that leaves so decides first, with what answers come in a moment: the
@@ -602,14 +607,14 @@ class BoardGroup(RankGroup):
         raise error
 
     def _collect(
-        self, call: _Call[T], kind: str, timeout_s: float
+        self, call: _Call[T, R], kind: str, timeout_s: float
     ) -> tuple[list[Answer], Decision]:
         """Wait for all answers, or for a decision without them; see `_judge`."""
         keys = [call.key(kind, rank) for rank in range(self.size)]
         self._board.wait(keys, timeout_s, unless=call.key(_DECISION_OF[kind]))
         return self._judge(call, kind)
 
-    def _judge(self, call: _Call[T], kind: str) -> tuple[list[Answer], Decision]:
+    def _judge(self, call: _Call[T, R], kind: str) -> tuple[list[Answer], Decision]:
         """Read the answers and say what they come to. The answers are by rank if all is well."""
         posted = self._board.fetch(keys := [call.key(kind, rank) for rank in range(self.size)])
         answers: list[Answer] = []
@@ -627,7 +632,7 @@ class BoardGroup(RankGroup):
                 failures[rank] = Cause(f"{text}: ranks must run the same steps in one order")
         return answers, Decision.failed(failures, is_complete=len(answers) == self.size)
 
-    def _await(self, call: _Call[T], kind: str) -> Decision:
+    def _await(self, call: _Call[T, R], kind: str) -> Decision:
         """Read a decision; if none comes in time, make one with what answers there are."""
         name = call.key(_DECISION_OF[kind])
         if self._board.wait([name], call.left_s(kind)):
@@ -638,7 +643,7 @@ class BoardGroup(RankGroup):
             decision = Decision.failed(failures, is_complete=True)
         return Decision.decode(self._board.settle(name, decision.encode()))
 
-    def _veto(self, call: _Call[T], error: BaseException) -> Decision:
+    def _veto(self, call: _Call[T, R], error: BaseException) -> Decision:
         """Fail the step for everybody, in whichever of its decisions is still open."""
         decision = Decision()
         mine = Decision.failed({self.rank: describe(error)}).encode()
@@ -651,7 +656,27 @@ class BoardGroup(RankGroup):
                 break
         return decision
 
-    def _stop_if_failed(self, call: _Call[T], decision: Decision, cause: Exception | None) -> None:
+    def _stop_if_failed(
+        self, call: _Call[T, R], decision: Decision, cause: Exception | None
+    ) -> None:
         if decision.is_failed:
             call.is_reported = True
             raise decision.error(call.name) from cause
+
+
+def _dump(value: object, what: str) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=5)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{what}, a {type(value).__qualname__}, does not pickle: {cause}"
+        ) from error
+
+
+def _load(blob: Blob, what: str) -> Any:
+    try:
+        return pickle.loads(blob)  # noqa: S301 - sent by a rank of this job
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{what} does not unpickle here: {cause}") from error

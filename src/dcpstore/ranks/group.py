@@ -24,6 +24,7 @@ from dcpstore.errors import ConfigError, RankFailures
 from dcpstore.ranks.transport import Pending
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 Blob: TypeAlias = "bytes | bytearray"
 
@@ -67,20 +68,15 @@ class RankGroup(ABC):
 
     @abstractmethod
     def exchange(
-        self,
-        step: str,
-        produce: Callable[[], Blob],
-        combine: Callable[[list[Blob]], Sequence[Blob]],
-        consume: Callable[[Blob], T],
-    ) -> T:
-        """Run one step; `dcpstore.ranks.steps` has the convenient forms of it.
+        self, step: str, work: Callable[[], T], reduce: Callable[[list[T]], Sequence[R]]
+    ) -> R:
+        """All ranks: run one step; `dcpstore.ranks.steps` has the convenient forms of it.
 
         Args:
             step: Names the step in errors. Ranks in different steps are told so.
-            produce: Every rank: makes this rank's blob.
-            combine: Coordinator only: turns the blobs, by rank, into one blob for all ranks
+            work: Every rank: makes this rank's value.
+            reduce: Coordinator only: turns the values, by rank, into one result for all ranks
                 or into one per rank.
-            consume: Every rank: turns the blob from the coordinator into the result.
 
         Raises:
             RankFailures: On every rank alike, if any rank failed or did not answer.
@@ -140,15 +136,11 @@ class SingleGroup(RankGroup):
         super().__init__(0, 1, 0, deadline_s)
 
     def exchange(
-        self,
-        step: str,
-        produce: Callable[[], Blob],
-        combine: Callable[[list[Blob]], Sequence[Blob]],
-        consume: Callable[[Blob], T],
-    ) -> T:
-        """Run the three functions; nothing bounds their time, as there is nobody to await."""
+        self, step: str, work: Callable[[], T], reduce: Callable[[list[T]], Sequence[R]]
+    ) -> R:
+        """Run both functions; nothing is pickled, and nothing bounds their time."""
         try:
-            return consume(combine([produce()])[0])
+            return reduce([work()])[0]
         except Exception as error:
             raise Decision.failed({0: describe(error)}).error(step) from error
 
