@@ -50,13 +50,14 @@ from dcpstore.store.base import (
     PutMode,
     as_bytes_view,
     check_key,
-    checked_parts,
+    checked_pieces,
+    joined,
 )
 from dcpstore.store.engine import (
     Answer,
     Asked,
+    check_condition,
     check_length,
-    compare_etag,
     deletes_failed,
     from_answer,
     from_fsspec,
@@ -395,7 +396,7 @@ class ModelStore:
         """Store one object from parts."""
         check_key(key)
         whole = bytearray()
-        for part in checked_parts(parts, part_bytes, NO_LIMITS):
+        for part in map(joined, checked_pieces(parts, part_bytes, NO_LIMITS)):
             whole += part
         return self.put(key, whole)
 
@@ -577,12 +578,12 @@ class FileModel(ModelStore):
         body = bytes(as_bytes_view(data))
         asked = Asked("put", check_key(key), self.url).under(mode)
         if isinstance(mode, IfMatch) and not self._is_fsspec:
-            compare_etag(asked, mode, lambda: self.head(key))
+            check_condition(asked, mode, lambda: self.head(key))
         temporary = f"{key}#{self.world.next_number()}"
         try:
             self._send("begin", asked, lambda: self._write(temporary, body))
             if isinstance(mode, IfMatch) and self._is_fsspec:
-                compare_etag(asked, mode, lambda: self.head(key))
+                check_condition(asked, mode, lambda: self.head(key))
             return self._send("put", asked, lambda: self._publish(asked, temporary, key, mode))
         except CheckpointError:
             self.world.unfinished.pop(temporary, None)  # as long as it lives, it cleans up

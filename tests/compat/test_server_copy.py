@@ -364,7 +364,7 @@ def test_a_copy_whose_answer_was_lost_is_its_own_success(throttled) -> None:
         AlreadyExistsError("it is there"),
     ]
 
-    def request() -> None:
+    def request(_left_s: float) -> None:
         raise answers.pop(0)
 
     policy = RetryPolicy(base_delay_s=0)

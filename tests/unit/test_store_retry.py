@@ -3,12 +3,13 @@ from __future__ import annotations
 import pickle
 import random
 import threading
+from contextlib import contextmanager
 
 import pytest
 
 from dcpstore.errors import AlreadyExistsError, StoreError
 from dcpstore.store import AdaptiveLimiter, IfMatch, RetryingStore, RetryPolicy, open_store
-from dcpstore.store.retry import Deadline, TimeLimit, call_with_retries
+from dcpstore.store.retry import TimeLimit, call_with_retries
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 
 
@@ -126,7 +127,7 @@ def test_attempts_are_bounded(build):
 def test_a_last_attempt_cut_short_does_not_hide_what_the_store_answered():
     said = iter(["503 Slow Down", "no answer within 0.8 s", "no answer within 0.1 s"])
 
-    def request():
+    def request(_left_s):
         raise StoreError(next(said), retryable=True)
 
     with pytest.raises(StoreError, match=r"^no answer.*gave up.*before: 503 Slow Down\)$"):
@@ -160,14 +161,24 @@ def test_two_tries_and_a_delay_fit_in_the_deadline_whatever_the_size():
     assert RetryPolicy(total_deadline_s=20).timeout_s() == 8
 
 
-def test_a_deadline_runs_from_the_first_question(fake_time):
-    deadline = Deadline(10, fake_time.clock)
-    fake_time.now += 5
-    assert deadline.left_s() == 10
-    fake_time.now += 4
-    assert (deadline.spent_s(), deadline.left_s()) == (4, 6)
-    fake_time.now += 7
-    assert deadline.left_s() == -1
+def test_the_deadline_runs_from_the_first_place(fake_time):
+    given = []
+
+    @contextmanager
+    def place():
+        fake_time.now += 4
+        yield
+
+    def request(left_s):
+        given.append(left_s)
+        raise StoreError("no answer", retryable=True)
+
+    policy = RetryPolicy(max_attempts=3, total_deadline_s=10, base_delay_s=0)
+    with pytest.raises(StoreError, match="gave up after 3 attempts"):
+        call_with_retries(
+            request, policy, place=place, clock=fake_time.clock, sleep=fake_time.sleep
+        )
+    assert given == [10, 6, 2]
 
 
 def test_a_time_out_is_cut_to_what_is_left():

@@ -239,21 +239,6 @@ def num_bytes_of(pieces: Iterable[memoryview]) -> int:
     return sum(piece.nbytes for piece in pieces)
 
 
-def checked_parts(
-    parts: Iterable[Part], part_bytes: int, limits: StoreLimits
-) -> Iterator[memoryview]:
-    """Yield the bytes of each part in one buffer and hold none of them.
-
-    Raises:
-        ConfigError: As `checked_pieces`.
-    """
-    for pieces in checked_pieces(parts, part_bytes, limits):
-        whole = joined(pieces)
-        del pieces
-        yield whole
-        del whole
-
-
 def checked_pieces(
     parts: Iterable[Part], part_bytes: int, limits: StoreLimits
 ) -> Iterator[tuple[memoryview, ...]]:
@@ -281,6 +266,13 @@ def checked_pieces(
             short = num_bytes
         yield pieces
         del pieces
+
+
+def chained(held: list[_T], rest: Iterator[_T]) -> Iterator[_T]:
+    """Yield all and hold none of them: `itertools.chain` would hold the list to the end."""
+    while held:
+        yield held.pop(0)
+    yield from rest
 
 
 # --- the verbs ---------------------------------------------------------------------------
@@ -346,6 +338,12 @@ class Capabilities:
     gathers_parts: bool = False
     fills_memory: bool = False
     limits: StoreLimits = NO_LIMITS
+
+    def decides(self, mode: PutMode) -> bool:
+        """Whether the store itself refuses a put whose condition no longer holds."""
+        if mode == "overwrite":
+            return False
+        return self.atomic_create if mode == "create" else self.compare_and_swap
 
 
 @runtime_checkable
@@ -552,25 +550,14 @@ class CopySource:
     """An object to copy, of any store of the same provider.
 
     Attributes:
-        origin: Where it lies.
-        key: Relative to the root there.
+        bucket: Where it lies.
+        path: Its key in the bucket.
         size_bytes: Length of the object.
     """
 
-    origin: Origin
-    key: str
+    bucket: str
+    path: str
     size_bytes: int
-
-    @property
-    def bucket(self) -> str:
-        """Its bucket."""
-        return self.origin.location.bucket
-
-    @property
-    def path(self) -> str:
-        """Its key in the bucket."""
-        prefix, key = self.origin.location.prefix, check_key(self.key)
-        return f"{prefix}/{key}" if prefix else key
 
 
 @runtime_checkable
@@ -617,7 +604,9 @@ def server_copier(source: Store, target: Store) -> Callable[..., None] | None:
         return None
 
     def copy(source_key: str, key: str, *, size_bytes: int, mode: CopyMode = "overwrite") -> None:
-        target.copy_from(CopySource(here, source_key, size_bytes), key, mode)
+        prefix = here.location.prefix
+        path = f"{prefix}/{check_key(source_key)}" if prefix else check_key(source_key)
+        target.copy_from(CopySource(here.location.bucket, path, size_bytes), key, mode)
 
     return copy
 

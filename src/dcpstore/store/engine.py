@@ -15,13 +15,13 @@ import re
 import socket
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from typing_extensions import Self
+from typing_extensions import Buffer, Self
 
 from dcpstore.errors import (
     AlreadyExistsError,
@@ -33,22 +33,30 @@ from dcpstore.errors import (
     StoreError,
 )
 from dcpstore.store.base import (
+    Capabilities,
     IfMatch,
     Location,
     ObjectInfo,
     Origin,
+    Part,
     PutMode,
     StoreLimits,
+    as_bytes_view,
+    chained,
     check_key,
+    checked_pieces,
+    joined,
     limits_of,
+    num_bytes_of,
 )
-from dcpstore.store.retry import RetryPolicy, TimeLimit
+from dcpstore.store.retry import RetryPolicy, TimeLimit, call_with_retries
 from dcpstore.text import printable, redact
 
 _T = TypeVar("_T")
 _NUM_PARTS = re.compile(r'-(\d+)"?$')  # the end of a multipart object's ETag
 _MOST_SKEW = timedelta(minutes=15)  # between clocks: S3 refuses requests that are further off
 _MAX_TEXT = 300
+_DELETE_BATCH = 1000
 _MAX_FOREIGN_TEXT = 2000
 # A server's answer may repeat the request: its headers, its signature, its token.
 _NAMED_SECRET = re.compile(
@@ -512,6 +520,9 @@ class Engine(ABC):
         limits: The most that the store takes; None for what is known of the scheme.
     """
 
+    _foreign_errors: tuple[type[Exception], ...] = (Exception,)
+    _map_error: Callable[[Asked, BaseException], CheckpointError]
+
     def __init__(
         self,
         location: Location,
@@ -558,6 +569,11 @@ class Engine(ABC):
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
 
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this store promises."""
+
     def get_range(self, key: str, start: int, end: int) -> memoryview:
         """Fetch bytes ``[start, end)``."""
         if end <= start:
@@ -574,6 +590,75 @@ class Engine(ABC):
     @abstractmethod
     def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
         """Fetch a range that is not empty; its length is checked afterwards."""
+
+    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
+        """Store one object in one atomic request and return its ETag."""
+        path, body = self._path(key), as_bytes_view(data)
+        asked = Asked("put", key, self.url).under(mode)
+        self._limits.check_put(key, body.nbytes)
+        if mode != "overwrite" and not self.capabilities.decides(mode):
+            check_condition(asked, mode, lambda: self.head(key))
+            mode = "overwrite"
+        return with_either_mark(mode, lambda mode: self._put(asked, path, body, mode))
+
+    @abstractmethod
+    def _put(self, asked: Asked, path: str, body: memoryview, mode: PutMode) -> str | None:
+        """Put under a condition that the store itself decides, or under none."""
+
+    def put_parts(
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
+    ) -> str | None:
+        """Store one large object from parts and return its ETag."""
+        path = self._path(key)
+        stream = checked_pieces(parts, part_bytes, self._limits)
+        held = [next(stream, (memoryview(b""),))]
+        if num_bytes_of(held[0]) < part_bytes:
+            next(stream, None)  # raises: a part after a short one
+            whole = joined(held.pop())
+            return call_with_retries(
+                lambda left_s: self.within(left_s).put(key, whole), self._part_policy
+            )
+        asked = Asked("put_parts", key, self.url)
+        return self._put_parts(asked, path, chained(held, stream), part_bytes, max_concurrency)
+
+    @abstractmethod
+    def _put_parts(
+        self,
+        asked: Asked,
+        path: str,
+        parts: Iterator[tuple[memoryview, ...]],
+        part_bytes: int,
+        max_concurrency: int,
+    ) -> str | None:
+        """Publish the object once all parts are there, of which the first one is a whole one."""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete objects; a missing one is no error."""
+        paths = [self._path(key) for key in keys]
+        failed: list[CheckpointError] = []
+        for first in range(0, len(paths), _DELETE_BATCH):
+            try:
+                failed += self._delete(paths[first : first + _DELETE_BATCH])
+            except StoreError as error:
+                failed += [error] * (len(paths) - first)
+                break
+        if failed:
+            raise deletes_failed(failed[0], len(failed), len(keys)) from failed[0]
+
+    @abstractmethod
+    def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
+        """Delete some objects; return why some of them stay, or raise why all may."""
+
+    def _ask(self, asked: Asked, call: Callable[[], _T]) -> _T:
+        """Call a client library and map what it raises, chained without secrets."""
+        try:
+            return call()
+        except CheckpointError:
+            raise
+        except self._foreign_errors as error:
+            mapped, cause = self._map_error(asked, error), scrubbed(error)
+        # Not where the error is handled, which would chain it as the context.
+        raise mapped from cause
 
     def _path(self, key: str) -> str:
         self._limits.check_key(key)
@@ -638,19 +723,24 @@ def _reject_truncated(
         ) from cause
 
 
-def compare_etag(asked: Asked, mode: IfMatch, head: Callable[[], ObjectInfo]) -> None:
-    """Compare before a put, where the store itself cannot. Not atomic.
+def check_condition(asked: Asked, mode: PutMode, head: Callable[[], ObjectInfo]) -> None:
+    """Check a condition before a put, where the store itself cannot. Not atomic.
 
     Raises:
-        ConflictError: If the object is another or absent.
+        AlreadyExistsError: If the object to create is there.
+        ConflictError: If the object to replace is another or absent.
     """
     try:
-        found = head().etag
+        found = head()
     except NotFoundError as error:
-        raise ConflictError(f"{asked}: the object is gone") from error
-    if found != mode.etag:
+        if isinstance(mode, IfMatch):
+            raise ConflictError(f"{asked}: the object is gone") from error
+        return
+    if not isinstance(mode, IfMatch):
+        raise AlreadyExistsError(f"{asked}: the object exists already")
+    if found.etag != mode.etag:
         raise ConflictError(
-            f"{asked}: its ETag is {found}, not {mode.etag}: another writer replaced it"
+            f"{asked}: its ETag is {found.etag}, not {mode.etag}: another writer replaced it"
         )
 
 

@@ -6,23 +6,21 @@ import difflib
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 from fsspec.asyn import sync
 from fsspec.exceptions import FSTimeoutError
 
-from dcpstore.errors import CheckpointError, ConfigError
-from dcpstore.store.engine import Asked, from_fsspec, scrubbed
+from dcpstore.errors import ConfigError
 from dcpstore.text import redact
 
 if TYPE_CHECKING:
     from dcpstore.store.base import Location
 
 
-_T = TypeVar("_T")
 _COMMON = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"}
 # s3fs hands what it does not know to aiobotocore's session.
 _SESSION = {"profile"}
@@ -168,15 +166,3 @@ class FsspecClients:
         if hasattr(fs, "retries"):
             fs.retries = 1
         return fs
-
-
-def ask_fsspec(asked: Asked, call: Callable[[], _T]) -> _T:
-    """Call a filesystem and map what it raises, chained without secrets."""
-    try:
-        return call()
-    except CheckpointError:
-        raise
-    except Exception as error:  # noqa: BLE001 - raised below
-        mapped, cause = from_fsspec(asked, error), scrubbed(error)
-    # Not where the error is handled, which would chain it as the context.
-    raise mapped from cause

@@ -29,7 +29,7 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -37,9 +37,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from typing_extensions import Buffer
-
-from dcpstore.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
+from dcpstore.errors import CheckpointError, NotFoundError, StoreError
 from dcpstore.store.base import (
     Capabilities,
     CopyMode,
@@ -48,17 +46,14 @@ from dcpstore.store.base import (
     IfMatch,
     Location,
     ObjectInfo,
-    Part,
     PutMode,
     StoreLimits,
-    as_bytes_view,
-    checked_parts,
+    joined,
     limits_of,
 )
-from dcpstore.store.engine import Asked, Engine, deletes_failed, from_fsspec
-from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, run_within, sync_within
+from dcpstore.store.engine import Asked, Engine, check_condition, from_fsspec
+from dcpstore.store.fsspec_clients import FsspecClients, run_within, sync_within
 from dcpstore.store.retry import (
-    Deadline,
     RetryPolicy,
     TimeLimit,
     call_with_retries,
@@ -95,6 +90,8 @@ class FsspecStore(Engine):
         ConfigError: If the filesystem's package is missing or an option is unknown.
     """
 
+    _map_error = staticmethod(from_fsspec)
+
     def _connect(self) -> None:
         self._clients = FsspecClients(self._location, self._options)
         self._kind = _UPLOADS.get(self._location.scheme, _Upload)
@@ -121,14 +118,14 @@ class FsspecStore(Engine):
             most_s = self._time.reading_s()
             return Fetched(_view(run_within(most_s, fs, "cat_file", path)), found.etag)
 
-        return ask_fsspec(Asked("get", key, self.url), call)
+        return self._ask(Asked("get", key, self.url), call)
 
     def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
         def call() -> memoryview:
             fs, most_s = self._clients.get(), self._time.reading_s()
             return _view(run_within(most_s, fs, "cat_file", path, start=start, end=end))
 
-        return ask_fsspec(asked, call)
+        return self._ask(asked, call)
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
@@ -140,45 +137,49 @@ class FsspecStore(Engine):
                 raise FileNotFoundError(f"{key} is a folder")
             return info_of(key, found)
 
-        return ask_fsspec(Asked("head", key, self.url), call)
+        return self._ask(Asked("head", key, self.url), call)
 
-    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
-        """Store one object in one atomic request and return its ETag."""
-        path, body = self._path(key), as_bytes_view(data)
-        asked = Asked("put", key, self.url).under(mode)
-        self._limits.check_put(key, body.nbytes)
-        upload = self._upload(path, body.nbytes)
-        return ask_fsspec(asked, lambda: upload.put(body, mode, self._time))
+    def _put(self, asked: Asked, path: str, body: memoryview, mode: PutMode) -> str | None:
+        def call() -> str | None:
+            return self._upload(path, body.nbytes).put(body, mode, self._time)
 
-    def put_parts(
-        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
+        if self._location.scheme != "memory":
+            return self._ask(asked, call)
+        with _MEMORY_LOCK:  # makes one step of two
+            if mode != "overwrite":
+                check_condition(asked, mode, lambda: self.head(asked.key))
+            return self._ask(asked, call)
+
+    def _put_parts(
+        self,
+        asked: Asked,
+        path: str,
+        parts: Iterator[tuple[memoryview, ...]],
+        part_bytes: int,
+        max_concurrency: int,
     ) -> str | None:
-        """Store one large object from parts, one after another, and return its ETag."""
         del max_concurrency  # a file object takes one part at a time
-        path = self._path(key)
-        stream = checked_parts(parts, part_bytes, self._limits)
-        upload = self._upload(path, part_bytes)
-        asked = Asked("put_parts", key, self.url)
+        upload = self._ask(asked, lambda: self._upload(path, part_bytes))
         try:
             # Only the upload's own errors are mapped; the caller's come through.
-            for part in stream:
-                ask_fsspec(asked, lambda part=part: upload.write(part))  # type: ignore[misc]
+            for part in map(joined, parts):
+                self._ask(asked, lambda part=part: upload.write(part))  # type: ignore[misc]
                 del part
-            return ask_fsspec(asked, upload.finish)
+            return self._ask(asked, upload.finish)
         except BaseException:
             upload.abort()
             raise
 
     def _upload(self, path: str, part_bytes: int) -> _Upload:
-        return self._kind(self._clients.get, path, part_bytes, self._part_policy)
+        return self._kind(self._clients.get(), path, part_bytes, self._part_policy)
 
     def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let Google copy an object, however large; nobody else is asked to."""
         asked = Asked("copy to", key, self.url).under(mode)
         paths = f"{source.bucket}/{source.path}", self._path(key)
 
-        def call() -> None:
-            ask_fsspec(asked, lambda: rewrite(self._clients.get(), *paths, mode, self._part_policy))
+        def call(_: float) -> None:
+            self._ask(asked, lambda: rewrite(self._clients.get(), *paths, mode, self._part_policy))
 
         copy_with_retries(call, self._part_policy)
 
@@ -202,29 +203,23 @@ class FsspecStore(Engine):
 
         root = self._clients.get()._strip_protocol(self._root or "/")  # noqa: SLF001 - fsspec's own API for implementers and callers alike
         cut = len(root.rstrip("/")) + 1 if root else 0
-        for path, info in ask_fsspec(asked, call).items():
+        for path, info in self._ask(asked, call).items():
             key = path[cut:]
             if info.get("type") != "directory" and key and TEMPORARY not in key:
                 yield info_of(key, info)
 
-    def delete_many(self, keys: Sequence[str]) -> None:
-        """Delete objects; a missing one is no error."""
+    def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
         with ThreadPoolExecutor(_DELETE_THREADS, "dcpstore-delete") as pool:
-            failures = [f for f in pool.map(self._delete, keys) if f is not None]
-        if failures:
-            raise deletes_failed(failures[0], len(failures), len(keys)) from failures[0]
+            return [error for error in pool.map(self._delete_one, paths) if error is not None]
 
     def close(self) -> None:
         """Drop the filesystem; a later call opens a new one."""
         self._clients.close()
 
-    def _delete(self, key: str) -> StoreError | None:
-        fs, path = self._clients.get(), self._path(key)
+    def _delete_one(self, path: str) -> StoreError | None:
+        fs, asked = self._clients.get(), Asked("delete", path, self.url)
         try:
-            ask_fsspec(
-                Asked("delete", key, self.url),
-                lambda: run_within(self._time.seconds(), fs, "rm_file", path),
-            )
+            self._ask(asked, lambda: run_within(self._time.seconds(), fs, "rm_file", path))
         except NotFoundError:
             return None
         except StoreError as error:
@@ -266,11 +261,11 @@ def _as_time(when: Any) -> datetime | None:
 class _Upload:
     """One object on its way into a filesystem that nothing else is known of. One thread drives it.
 
-    A put looks first where the caller sets a condition. A stream is a file object that publishes
-    when told to, not when closed. Subclasses know better ways.
+    A stream is a file object that publishes when told to, not when closed. Subclasses know better
+    ways.
 
     Args:
-        get_fs: Returns the filesystem.
+        fs: The filesystem.
         path: Of the object there.
         part_bytes: Size of every part but the last.
         policy: How long to keep trying to send a part.
@@ -280,10 +275,8 @@ class _Upload:
         atomic_create=False, compare_and_swap=False, parallel_parts=False, acknowledges_puts=False
     )
 
-    def __init__(
-        self, get_fs: Callable[[], Any], path: str, part_bytes: int, policy: RetryPolicy
-    ) -> None:
-        self._get_fs = get_fs
+    def __init__(self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy) -> None:
+        self._fs = fs
         self._path = path
         self._part_bytes = part_bytes
         self._policy = policy
@@ -292,28 +285,22 @@ class _Upload:
     def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
         """Publish all of the object at once and return its mark; foreign errors come as they are.
 
-        Nothing is written or finished then.
+        Nothing is written or finished then. The condition is one that this kind decides.
         """
-        fs = self._get_fs()
-        if mode == "create" and run_within(time.seconds(), fs, "exists", self._path):
-            raise AlreadyExistsError(f"put {self._path!r}: the object exists already")
-        if isinstance(mode, IfMatch):
-            self._compare(mode)
-        run_within(time.seconds(body.nbytes), fs, "pipe_file", self._path, bytes(body))
+        del mode
+        run_within(time.seconds(body.nbytes), self._fs, "pipe_file", self._path, bytes(body))
         return None
 
     def write(self, part: memoryview) -> None:
         """Send one part; it may be refilled when this returns. The first one begins the upload."""
         if self._file is None:
-            self._file = self._get_fs().open(
+            self._file = self._fs.open(
                 self._path, "wb", block_size=self._part_bytes, autocommit=False
             )
         self._file.write(part)
 
     def finish(self) -> str | None:
-        """Publish the object and return its mark."""
-        if self._file is None:
-            self.write(memoryview(b""))
+        """Publish the object, at least one part of which was sent, and return its mark."""
         self._file.close()
         self._file.commit()
         return None
@@ -329,15 +316,7 @@ class _Upload:
             self._file.closed = True
 
     def _mark(self) -> str | None:
-        return info_of(self._path, self._get_fs().info(self._path)).etag
-
-    def _compare(self, mode: IfMatch) -> None:
-        try:
-            found = self._mark()
-        except FileNotFoundError as error:
-            raise ConflictError(f"put {self._path!r}: the object is gone") from error
-        if found != mode.etag:
-            raise ConflictError(f"put {self._path!r}: its ETag is {found}, not {mode.etag}")
+        return info_of(self._path, self._fs.info(self._path)).etag
 
 
 class _LocalUpload(_Upload):
@@ -351,8 +330,6 @@ class _LocalUpload(_Upload):
         del time  # nothing here can be given up in the middle
         try:
             self.write(body)
-            if isinstance(mode, IfMatch):
-                self._compare(mode)
             return self.finish(is_new=mode == "create")
         finally:
             self.abort()
@@ -366,8 +343,6 @@ class _LocalUpload(_Upload):
         self._file.write(part)
 
     def finish(self, *, is_new: bool = False) -> str | None:
-        if self._file is None:
-            self.write(memoryview(b""))
         self._file.close()
         if is_new:
             os.link(self._temporary, self._path)
@@ -384,24 +359,16 @@ class _LocalUpload(_Upload):
 
 
 class _MemoryUpload(_Upload):
-    """fsspec's memory filesystem; conditional puts are decided under one lock."""
+    """fsspec's memory filesystem; its store decides conditional puts under one lock."""
 
     capabilities = Capabilities(
         atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
     )
 
-    def put(
-        self, body: memoryview, mode: PutMode = "overwrite", time: TimeLimit | None = None
-    ) -> str | None:
-        del time
-        fs = self._get_fs()
-        with _MEMORY_LOCK:
-            if mode == "create" and fs.isfile(self._path):
-                raise AlreadyExistsError(f"put {self._path!r}: the object exists already")
-            if isinstance(mode, IfMatch):
-                self._compare(mode)
-            fs.pipe_file(self._path, body)
-            return self._mark()
+    def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
+        del mode, time
+        self._fs.pipe_file(self._path, body)
+        return self._mark()
 
     def write(self, part: memoryview) -> None:
         if self._file is None:
@@ -409,7 +376,9 @@ class _MemoryUpload(_Upload):
         self._file += part
 
     def finish(self) -> str | None:
-        return self.put(memoryview(self._file or b""))
+        with _MEMORY_LOCK:
+            self._fs.pipe_file(self._path, self._file)
+            return self._mark()
 
     def abort(self) -> None:
         self._file = None
@@ -430,17 +399,15 @@ class _GcsUpload(_Upload):
         atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
     )
 
-    def __init__(
-        self, get_fs: Callable[[], Any], path: str, part_bytes: int, policy: RetryPolicy
-    ) -> None:
-        super().__init__(get_fs, path, part_bytes, policy)
+    def __init__(self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy) -> None:
+        super().__init__(fs, path, part_bytes, policy)
         self._bucket, _, self._key = path.partition("/")
         self._session: str | None = None
         self._stored_bytes = 0
         self._tail = b""
 
     def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
-        fs = self._get_fs()
+        fs = self._fs
         boundary = uuid.uuid4().hex
         conditions: dict[str, str] = {}
         if isinstance(mode, IfMatch):
@@ -480,47 +447,49 @@ class _GcsUpload(_Upload):
         # week, so one try is enough.
         if self._session is not None:
             with contextlib.suppress(Exception):
-                _request_once(self._policy.timeout_s(), self._get_fs(), "DELETE", self._session)
+                _request_once(self._policy.timeout_s(), self._fs, "DELETE", self._session)
 
     def _send(self, body: bytes, total: str) -> bytes:
         """Send what Google has not got yet, until it has all; return what it says in the end."""
         session = self._session or self._begin()
         self._session = session
         begin, end = self._stored_bytes, self._stored_bytes + len(body)
-        deadline = Deadline(self._policy.total_deadline_s)
         is_unanswered = False
 
-        def once() -> bytes:
+        def once(left_s: float) -> bytes:
             nonlocal is_unanswered
+            time = TimeLimit(self._policy).within(left_s)
             said = b""
             if is_unanswered:
-                said = self._ask("PUT", session, deadline, "*/*", b"")
+                said = self._ask("PUT", session, time, "*/*", b"")
             while not said and (total != "*" or self._stored_bytes < end):
                 first, rest = self._stored_bytes, body[self._stored_bytes - begin :]
                 span = f"{first}-{end - 1}" if rest else "*"
                 is_unanswered = True
-                said = self._ask("POST", session, deadline, f"{span}/{total}", rest)
+                said = self._ask("POST", session, time, f"{span}/{total}", rest)
                 is_unanswered = False
                 if not (said or self._stored_bytes > first):
                     raise self._failure("Google accepted no byte of it", retryable=True)
             return said
 
-        return call_with_retries(once, self._policy, deadline=deadline)
+        return call_with_retries(once, self._policy)
 
     def _begin(self) -> str:
-        fs, deadline = self._get_fs(), Deadline(self._policy.total_deadline_s)
-        path = f"{fs._location}/upload/storage/v1/b/{quote(self._bucket)}/o"  # noqa: SLF001 - as above
+        path = f"{self._fs._location}/upload/storage/v1/b/{quote(self._bucket)}/o"  # noqa: SLF001 - as above
         more = {
             "uploadType": "resumable",
             "json": {"name": self._key},
             "headers": {"X-Upload-Content-Type": "application/octet-stream"},
         }
-        answer = call_with_retries(
-            lambda: self._request("POST", path, deadline, 0, more), self._policy, deadline=deadline
-        )
+
+        def once(left_s: float) -> tuple[int, Mapping[str, str], bytes]:
+            time = TimeLimit(self._policy).within(left_s)
+            return self._request("POST", path, time, 0, more)
+
+        answer = call_with_retries(once, self._policy)
         return str(answer[1]["Location"])
 
-    def _ask(self, method: str, session: str, deadline: Deadline, span: str, body: bytes) -> bytes:
+    def _ask(self, method: str, session: str, time: TimeLimit, span: str, body: bytes) -> bytes:
         """Send bytes or a question; note how far Google is; return what it says at the end."""
         sent = {
             "Content-Range": f"bytes {span}",
@@ -528,7 +497,7 @@ class _GcsUpload(_Upload):
             "Content-Type": "application/octet-stream",
         }
         more = {"headers": sent, "data": io.BytesIO(body)}
-        status, headers, contents = self._request(method, session, deadline, len(body), more)
+        status, headers, contents = self._request(method, session, time, len(body), more)
         if status != _INCOMPLETE:
             return contents
         stored_bytes = int(headers["Range"].rpartition("-")[2]) + 1 if "Range" in headers else 0
@@ -538,11 +507,10 @@ class _GcsUpload(_Upload):
         return b""
 
     def _request(
-        self, method: str, path: str, deadline: Deadline, num_bytes: int, more: dict[str, Any]
+        self, method: str, path: str, time: TimeLimit, num_bytes: int, more: dict[str, Any]
     ) -> tuple[int, Mapping[str, str], bytes]:
-        time = TimeLimit(self._policy).within(deadline.left_s())
         try:
-            return _request_once(time.seconds(num_bytes), self._get_fs(), method, path, **more)
+            return _request_once(time.seconds(num_bytes), self._fs, method, path, **more)
         except Exception as error:
             raise from_fsspec(
                 Asked("put_parts", self._key, f"gs://{self._bucket}"), error

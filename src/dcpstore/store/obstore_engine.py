@@ -5,45 +5,32 @@ caller's memory without a copy; answers are Rust memory seen through a memoryvie
 objects are made late, one per purpose and time-out, and never cross a fork.
 
 An engine gathers the body of an answer in memory of its own and hands it out, and then it is copied
-again. Two short cuts let the kernel copy ranges straight into their place:
-
-* Objects of a local folder are files (`FileRanges`).
-* Objects behind an S3 endpoint that speaks plain HTTP are fetched by signed URLs (`HttpRanges`),
-  which takes 0.6 of the CPU seconds and no memory
-  (`python -m benchmarks --only load-fast --systems ours ours-tls`). Only over plain HTTP: of TLS,
-  Python receives 16 KiB at a time, which costs more than it saves.
-
-Where the answer is not just what was asked for, ``fetch`` returns False, and the engine asks in its
-own way and knows what its errors mean.
+again. Two short cuts let the kernel copy ranges straight into their place: objects of a local
+folder are files, and see `dcpstore.store.http_ranges`. Where the answer is not just what was asked
+for, the engine asks in its own way and knows what its errors mean.
 """
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import math
 import os
-import re
-import socket
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import obstore
 import obstore.exceptions
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
-from typing_extensions import Buffer
 
-from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreError
+from dcpstore.errors import CheckpointError, ConfigError, NotFoundError
 from dcpstore.store.base import (
     Capabilities,
     CopyMode,
@@ -53,26 +40,17 @@ from dcpstore.store.base import (
     IfMatch,
     Location,
     ObjectInfo,
-    Part,
     PutMode,
-    as_bytes_view,
-    checked_pieces,
-    joined,
     num_bytes_of,
 )
 from dcpstore.store.engine import (
     Asked,
     Engine,
     Publication,
-    compare_etag,
-    deletes_failed,
     from_obstore,
-    from_throttle,
-    from_transport,
-    scrubbed,
     was_completing,
-    with_either_mark,
 )
+from dcpstore.store.http_ranges import HttpRanges, speaks_plain_http
 from dcpstore.store.options import ObstoreSettings, translate
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 from dcpstore.text import redact
@@ -81,20 +59,6 @@ if TYPE_CHECKING:
     from dcpstore.store.fsspec_engine import FsspecStore
     from dcpstore.store.s3fs_engine import S3fsStore
 
-_THROTTLED = frozenset({429, 503})
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
-_MOST_REASON_BYTES = 1 << 16
-_MOST_IDLE = 64
-_LEAST_S = 0.05
-_SIGNED_FOR = timedelta(minutes=15)
-_MOST_DETOURS = 3
-# With these, a signed URL and nothing else is a complete request.
-_KNOWN_CONFIG = frozenset(
-    {"access_key_id", "secret_access_key", "session_token", "endpoint", "aws_endpoint_url_s3"}
-    | {"region", "unsigned_payload", "skip_signature"}
-    | {"server_side_encryption", "sse_kms_key_id", "sse_bucket_key_enabled"}  # only of puts
-)
-_KNOWN_CLIENT_OPTIONS = frozenset({"allow_http", "connect_timeout", "read_timeout"})
 Purpose = Literal["read", "put", "parts"]
 _CONNECT_S = 10.0
 _MOST_CLIENTS = 16  # one takes 5 ms to make, and keeps connections of its own
@@ -243,7 +207,6 @@ def _retry_config(policy: RetryPolicy, timeout_s: float) -> dict[str, Any]:
     }
 
 
-_DELETE_BATCH = 1000
 _DRAIN_S = 60.0
 _MIB = 1 << 20
 _LONG_READ_BYTES = 64 * _MIB
@@ -260,11 +223,16 @@ class ObstoreStore(Engine):
         NotHonoured: If an option has no meaning for obstore.
     """
 
+    _foreign_errors = (BaseError, OSError, ValueError)
+    _map_error = staticmethod(from_obstore)
+
     def _connect(self) -> None:
         location, policy = self._location, self._part_policy
         settings = translate(location, self._options)
         self._clients = ObstoreClients(location, settings, policy)
-        self._short_cut = open_short_cut(location, settings, policy.timeout_floor_s)
+        self._http: HttpRanges | None = None
+        if location.scheme == "s3" and speaks_plain_http(settings):
+            self._http = HttpRanges(settings.client_options, policy.timeout_floor_s)
         self._copier: S3fsStore | FsspecStore | None = None
 
     @property
@@ -276,7 +244,7 @@ class ObstoreStore(Engine):
             parallel_parts=True,
             acknowledges_puts=True,
             gathers_parts=True,
-            fills_memory=self._short_cut is not None,
+            fills_memory=self._location.scheme == "file" or self._http is not None,
             limits=self._limits,
         )
 
@@ -291,10 +259,10 @@ class ObstoreStore(Engine):
             etag = self._mark(answer.meta)
             return Fetched(memoryview(answer.bytes()), etag)
 
-        return _ask(Asked("get", key, self.url), call)
+        return self._ask(Asked("get", key, self.url), call)
 
     def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
-        return _ask(
+        return self._ask(
             asked,
             lambda: memoryview(obstore.get_range(self._client(), path, start=start, end=end)),
         )
@@ -304,12 +272,13 @@ class ObstoreStore(Engine):
         if not destination.num_bytes:
             return
         asked = Asked(f"get [{start}, {start + destination.num_bytes}) of", key, self.url)
-        short_cut, path = self._short_cut, self._path(key)
-        if short_cut is not None:
-            client, most_s = self._client(), self._time.reading_s()
-            if _ask(
-                asked, lambda: short_cut.fetch(client, path, asked, start, destination, most_s)
-            ):
+        http, path = self._http, self._path(key)
+        if self._location.scheme == "file":
+            if _read_file(f"/{path}", start, destination):
+                return
+        elif http is not None:
+            fetch = partial(http.fetch, self._client(), path, asked, start, destination)
+            if self._ask(asked, lambda: fetch(self._time.reading_s())):
                 return
         data = self.get_range(key, start, start + destination.num_bytes)
         with destination.writing(lambda: None):
@@ -318,44 +287,30 @@ class ObstoreStore(Engine):
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
         path = self._path(key)
-        meta = _ask(Asked("head", key, self.url), lambda: obstore.head(self._client(), path))
+        meta = self._ask(Asked("head", key, self.url), lambda: obstore.head(self._client(), path))
         return self._info(meta)
 
-    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
-        """Store one object in one atomic request and return its ETag."""
-        path, body = self._path(key), self._body(as_bytes_view(data))
-        asked = Asked("put", key, self.url).under(mode)
-        self._limits.check_put(key, body.nbytes)
-        if isinstance(mode, IfMatch) and not self.capabilities.compare_and_swap:
-            compare_etag(asked, mode, lambda: self.head(key))
-            mode = "overwrite"
+    def _put(self, asked: Asked, path: str, body: memoryview, mode: PutMode) -> str | None:
+        theirs, store = self._theirs(mode), self._client("put", body.nbytes)
+        body = self._body(body)
+        result = self._ask(
+            asked, lambda: obstore.put(store, path, body, mode=theirs, use_multipart=False)
+        )
+        return self._mark(result)
 
-        def send(mode: PutMode) -> Mapping[str, Any]:
-            theirs, store = self._theirs(mode), self._client("put", body.nbytes)
-            return _ask(
-                asked, lambda: obstore.put(store, path, body, mode=theirs, use_multipart=False)
-            )
-
-        return self._mark(with_either_mark(mode, send))
-
-    def put_parts(
-        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
+    def _put_parts(
+        self,
+        asked: Asked,
+        path: str,
+        parts: Iterator[tuple[memoryview, ...]],
+        part_bytes: int,
+        max_concurrency: int,
     ) -> str | None:
-        """Store one large object from parts, several in flight, and return its ETag."""
-        path = self._path(key)
-        stream = checked_pieces(parts, part_bytes, self._limits)
-        first = next(stream, (memoryview(b""),))
-        if num_bytes_of(first) < part_bytes:
-            for _ in stream:  # raises: a part after a short one
-                pass
-            return self.put(key, joined(first))
-        held = [first]
-        del first  # or it would be held until the upload ends
-        source = _Source(held, stream, part_bytes, self._body, waits=bool(self._location.bucket))
+        source = _Source(parts, part_bytes, self._body, waits=bool(self._location.bucket))
         publication = Publication()
         try:
-            result = _ask(
-                Asked("put_parts", key, self.url),
+            result = self._ask(
+                asked,
                 lambda: obstore.put(
                     self._client("parts", part_bytes),
                     path,
@@ -372,7 +327,7 @@ class ObstoreStore(Engine):
                 raise
             return publication.settle(
                 error,
-                lambda: call_with_retries(lambda: self.head(key), self._part_policy),
+                lambda: call_with_retries(lambda _: self.head(asked.key), self._part_policy),
                 source.num_bytes,
                 source.num_parts,
             )
@@ -390,42 +345,34 @@ class ObstoreStore(Engine):
         """Yield every object below the folder ``prefix``."""
         asked = Asked("list", prefix, self.url)
         below = (self._root + prefix).rstrip("/") or None
-        stream = _ask(asked, lambda: iter(obstore.list(self._client(), prefix=below)))
+        stream = self._ask(asked, lambda: iter(obstore.list(self._client(), prefix=below)))
         while True:
-            chunk = _ask(asked, lambda: next(stream, None))
+            chunk = self._ask(asked, lambda: next(stream, None))
             if chunk is None:
                 return
             for meta in chunk:
                 yield self._info(meta)
 
-    def delete_many(self, keys: Sequence[str]) -> None:
-        """Delete objects; a missing one is no error."""
-        paths = [self._path(key) for key in keys]
-        for first in range(0, len(paths), _DELETE_BATCH):
-            try:
-                self._delete(paths[first : first + _DELETE_BATCH])
-            except StoreError as error:
-                raise deletes_failed(error, len(keys) - first, len(keys)) from error
-
     def close(self) -> None:
         """Drop the clients; a later call opens new ones."""
         self._clients.close()
-        if self._short_cut is not None:
-            self._short_cut.close()
+        if self._http is not None:
+            self._http.close()
         copier, self._copier = self._copier, None
         if copier is not None:
             copier.close()
 
-    def _delete(self, paths: Sequence[str]) -> None:
+    def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
         asked = Asked(f"delete {len(paths)} objects, first", paths[0], self.url)
         try:
-            _ask(asked, lambda: obstore.delete(self._client(), list(paths)))
+            self._ask(asked, lambda: obstore.delete(self._client(), list(paths)))
         except NotFoundError:
             if self._location.scheme == "s3":
                 raise  # S3 knows no missing object here: it is the bucket
             if len(paths) > 1:
                 for path in paths:
                     self._delete([path])
+        return ()
 
     def _client(self, purpose: Purpose = "read", num_bytes: int = 0) -> Any:
         """Return the client for a request that moves so many bytes.
@@ -470,8 +417,7 @@ class _Source:
 
     def __init__(
         self,
-        held: list[tuple[memoryview, ...]],
-        rest: Iterator[tuple[memoryview, ...]],
+        parts: Iterator[tuple[memoryview, ...]],
         part_bytes: int,
         body: Callable[[memoryview], memoryview],
         *,
@@ -480,8 +426,7 @@ class _Source:
         self._waits = waits
         self._part_bytes = part_bytes
         self._body = body
-        self._held = held
-        self._rest = rest
+        self._parts = parts
         self._pieces: deque[memoryview] = deque()
         self._sent: list[weakref.ref[memoryview]] = []
         self.error: Exception | None = None
@@ -498,7 +443,7 @@ class _Source:
 
     def _take_part(self) -> None:
         try:
-            part = self._held.pop() if self._held else next(self._rest)
+            part = next(self._parts)
         except StopIteration:
             raise
         except Exception as error:
@@ -520,55 +465,17 @@ class _Source:
             sleep(0.005)
 
 
-def _ask(asked: Asked, call: Callable[[], _T]) -> _T:
+def _read_file(path: str, start: int, into: Destination) -> bool:
+    """Read a range of a file into its destination; False if it is not there as a whole."""
     try:
-        return call()
-    except (obstore.exceptions.BaseError, OSError, ValueError) as error:
-        mapped, cause = from_obstore(asked, error), scrubbed(error)
-    # Not where the error is handled, which would chain it as the context.
-    raise mapped from cause
-
-
-# --- ranges that need not pass through memory of obstore's -------------------------------
-
-
-def open_short_cut(
-    location: Location, settings: ObstoreSettings, pause_s: float
-) -> FileRanges | HttpRanges | None:
-    """Return the short cut for a location; None if there is none.
-
-    Args:
-        location: The root.
-        settings: Translated options.
-        pause_s: How long a server may be silent.
-    """
-    if location.scheme == "file":
-        return FileRanges()
-    if location.scheme == "s3" and _is_plain_http(settings):
-        return HttpRanges(settings.client_options, pause_s)
-    return None
-
-
-class FileRanges:
-    """Ranges of local files; arguments and answers of `fetch` are those of `HttpRanges`."""
-
-    def fetch(
-        self, client: Any, path: str, asked: Asked, start: int, into: Destination, most_s: float
-    ) -> bool:
-        """Read a range of a file into its destination."""
-        del client, asked, most_s
-        try:
-            with Path(f"/{path}").open("rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size < start + into.num_bytes:
-                    return False
-                file.seek(start)
-                with into.writing(lambda: None) as pieces:
-                    return all(_read_exactly(file, piece) for piece in pieces)
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        """Nothing is open."""
+        with Path(path).open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < start + into.num_bytes:
+                return False
+            file.seek(start)
+            with into.writing(lambda: None) as pieces:
+                return all(_read_exactly(file, piece) for piece in pieces)
+    except OSError:
+        return False
 
 
 def _read_exactly(file: FileIO, piece: memoryview) -> bool:
@@ -579,215 +486,3 @@ def _read_exactly(file: FileIO, piece: memoryview) -> bool:
             return False
         at += count
     return True
-
-
-class HttpRanges:
-    """Ranged GETs of signed URLs, over connections that are kept. Thread-safe.
-
-    Args:
-        client_options: obstore's, of which the time-outs are read.
-        pause_s: How long a server may be silent, where the options do not say.
-    """
-
-    def __init__(self, client_options: Mapping[str, Any], pause_s: float) -> None:
-        given = {"connect_timeout": "10s", "read_timeout": f"{pause_s}s", **client_options}
-        self._connect_timeout_s = _seconds(given["connect_timeout"])
-        self._read_timeout_s = _seconds(given["read_timeout"])
-        self._num_detours = 0
-        self._lock = threading.Lock()
-        self._idle: list[_Connection] = []
-        weakref.finalize(self, _close_all, self._idle).atexit = False
-
-    def fetch(
-        self, client: Any, path: str, asked: Asked, start: int, into: Destination, most_s: float
-    ) -> bool:
-        """Receive a range of an object into its destination.
-
-        Args:
-            client: obstore's, which signs the URL.
-            path: Of the object, as obstore takes it.
-            asked: What is fetched, for messages.
-            start: First byte of the range in the object.
-            into: Where it goes; its size tells the range's.
-            most_s: For the answer as a whole.
-
-        Returns:
-            False if something else than the range came; nothing was written then.
-
-        Raises:
-            StoreError: (retryable) If no answer came, it broke off, or the store throttles.
-            Revoked: If the destination was taken back.
-        """
-        if self._num_detours >= _MOST_DETOURS:  # a server that refuses signed URLs
-            return False
-        url = obstore.sign(client, "GET", path, _SIGNED_FOR)
-        was_range = self._fetch(url, asked, start, into, monotonic() + most_s)
-        self._num_detours = 0 if was_range else self._num_detours + 1
-        return was_range
-
-    def _fetch(
-        self, url: str, asked: Asked, start: int, destination: Destination, until_s: float
-    ) -> bool:
-        destination.check()
-        parts = urlsplit(url)
-        span = (start, start + destination.num_bytes)
-        failure: Exception | None = None
-        try:
-            target = f"{parts.path}?{parts.query}"
-            connection, response = self._ask(parts.netloc, target, span, until_s)
-            with connection.closed_on_error(response):
-                is_range = _is_range(response, *span)
-                if is_range:
-                    connection.receive(response, destination)
-                else:
-                    connection.skip(response)
-        except (OSError, http.client.HTTPException) as error:
-            failure = error
-        if failure is not None:
-            raise from_transport(asked, failure) from scrubbed(failure)
-        self._keep(connection)
-        if response.status in _THROTTLED:
-            raise from_throttle(asked, response.status, response.getheader("Retry-After"))
-        return is_range
-
-    def close(self) -> None:
-        """Close the connections that nobody uses."""
-        with self._lock:
-            _close_all(self._idle)
-
-    def _ask(
-        self, place: str, target: str, span: tuple[int, int], until_s: float
-    ) -> tuple[_Connection, http.client.HTTPResponse]:
-        """Send the request; once more if the server had closed a connection that was kept."""
-        headers = {"Range": f"bytes={span[0]}-{span[1] - 1}"}
-        while True:
-            connection = self._take(place, until_s)
-            try:
-                connection.request("GET", target, headers=headers)
-                return connection, connection.getresponse()
-            except BaseException as error:
-                connection.close()
-                if not (connection.was_kept and isinstance(error, ConnectionError)):
-                    raise
-
-    def _take(self, place: str, until_s: float) -> _Connection:
-        connection = self._take_idle(place)
-        left_s = max(_LEAST_S, until_s - monotonic())
-        if connection is None:
-            connection = _Connection(place, min(self._connect_timeout_s, left_s))
-            connection.connect()
-        connection.limit(min(self._read_timeout_s, left_s), until_s)
-        return connection
-
-    def _take_idle(self, place: str) -> _Connection | None:
-        with self._lock:
-            for number in reversed(range(len(self._idle))):
-                if self._idle[number].place == place:
-                    return self._idle.pop(number)
-        return None
-
-    def _keep(self, connection: _Connection) -> None:
-        if connection.sock is not None:  # or the server asked to close it
-            connection.was_kept = True
-            with self._lock:
-                if len(self._idle) < _MOST_IDLE:
-                    self._idle.append(connection)
-                    return
-        connection.close()
-
-
-class _Socket(socket.socket):
-    """Has an end besides a time-out, which a server that sends a byte now and then never meets."""
-
-    until_s = float("inf")
-
-    def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
-        """Receive what has come, unless the time is over."""
-        if monotonic() > self.until_s:
-            raise TimeoutError("the answer took too long")
-        return super().recv_into(buffer, nbytes, flags)
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection that is closed on errors and can be interrupted."""
-
-    def __init__(self, place: str, timeout_s: float) -> None:
-        super().__init__(place, timeout=timeout_s)
-        self.place = place
-        self.was_kept = False
-        self._own: _Socket | None = None
-
-    def connect(self) -> None:
-        """Connect."""
-        super().connect()
-        self.sock = _Socket(fileno=self.sock.detach())
-        self._own = self.sock  # an answer that ends with the connection takes `sock` away
-
-    def limit(self, pause_s: float, until_s: float) -> None:
-        """Set how long the next request may be silent, and when its answer must have come."""
-        assert self._own is not None
-        self._own.settimeout(pause_s)
-        self._own.until_s = until_s
-
-    def interrupt(self) -> None:
-        """Make whoever receives stop. From any thread."""
-        if self._own is not None:
-            with contextlib.suppress(OSError):
-                self._own.shutdown(socket.SHUT_RDWR)
-
-    def receive(self, response: http.client.HTTPResponse, destination: Destination) -> None:
-        """Receive a body into its destination."""
-        with destination.writing(self.interrupt) as pieces:
-            for piece in pieces:
-                count = response.readinto(piece)
-                if count < len(piece):
-                    raise http.client.IncompleteRead(b"", len(piece) - count)
-
-    def skip(self, response: http.client.HTTPResponse) -> None:
-        """Read a short body, so that the connection can be used again; break off a long one."""
-        response.read(_MOST_REASON_BYTES)
-        if not response.isclosed():
-            self.close()
-
-    @contextlib.contextmanager
-    def closed_on_error(self, response: http.client.HTTPResponse) -> Iterator[None]:
-        """Close it if what is done with it fails: nobody knows how much of the body is left."""
-        try:
-            yield
-        except BaseException:
-            response.close()
-            self.close()
-            raise
-
-
-def _close_all(connections: list[_Connection]) -> None:
-    while connections:
-        connections.pop().close()
-
-
-def _is_range(response: http.client.HTTPResponse, start: int, end: int) -> bool:
-    said = _CONTENT_RANGE.match(response.getheader("Content-Range") or "")
-    return (
-        response.status == 206
-        and said is not None
-        and (int(said[1]), int(said[2])) == (start, end - 1)
-        and response.length == end - start
-        and response.getheader("Content-Encoding") is None
-    )
-
-
-def _is_plain_http(settings: ObstoreSettings) -> bool:
-    endpoint = urlsplit(str(settings.config.get("endpoint") or ""))
-    return (
-        endpoint.scheme == "http"
-        and _KNOWN_CONFIG.issuperset(settings.config)
-        and not settings.config.get("skip_signature")
-        and _KNOWN_CLIENT_OPTIONS.issuperset(settings.client_options)
-        and (not {"http", "all"} & getproxies().keys() or bool(proxy_bypass(endpoint.netloc)))
-    )
-
-
-def _seconds(duration: str) -> float:
-    if duration.endswith("ms"):
-        return float(duration.removesuffix("ms")) / 1000
-    return float(duration.removesuffix("s"))

@@ -28,7 +28,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -211,31 +211,6 @@ class RetryPolicy:
         return max(retry_after_s or 0.0, random_unit * ceiling)
 
 
-class Deadline:
-    """When a request with all its tries must have ended. It runs from the first question.
-
-    Args:
-        most_s: Seconds that it may take.
-        clock: Monotonic seconds.
-    """
-
-    def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most_s = most_s
-        self._clock = clock
-        self._began_s: float | None = None
-
-    def spent_s(self) -> float:
-        """Seconds since the first question."""
-        now_s = self._clock()
-        if self._began_s is None:
-            self._began_s = now_s
-        return now_s - self._began_s
-
-    def left_s(self) -> float:
-        """Seconds until it; negative afterwards."""
-        return self._most_s - self.spent_s()
-
-
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
     """How long an engine's next requests may take.
@@ -332,23 +307,21 @@ class RetryingStore(WrappedStore):
         if call.verb in ("put_parts", "copy_from"):
             return self._send_once(call, request)
         is_put = call.verb == "put"
-        deadline = Deadline(self._policy.total_deadline_s, self._clock)
 
-        def limited() -> _T:
-            with self._limiter.slot():
-                left_s = deadline.left_s()  # the wait for a first place is not the request's
-                inner = self._inner
-                if self._limits_time:
-                    inner = cast("TimesOut", inner).within(left_s)
-                return self._noting(lambda: request(inner))
+        def send(left_s: float) -> _T:
+            inner = self._inner
+            if self._limits_time:
+                inner = cast("TimesOut", inner).within(left_s)
+            return self._noting(lambda: request(inner))
 
         return call_with_retries(
-            limited,
+            send,
             self._policy,
+            place=self._limiter.slot,
             may_repeat=_if_throttled if is_put and call.mode != "overwrite" else _if_retryable,
             # Who puts has looked before, maybe in another process.
             has_answered=lambda: self._has_answered or is_put,
-            deadline=deadline,
+            clock=self._clock,
             sleep=self._sleep,
             rng=self._rng,
         )
@@ -383,24 +356,26 @@ class RetryingStore(WrappedStore):
 
 
 def call_with_retries(
-    request: Callable[[], _T],
+    request: Callable[[float], _T],
     policy: RetryPolicy,
     *,
+    place: Callable[[], AbstractContextManager[None]] = nullcontext,
     may_repeat: Callable[[StoreError], bool] | None = None,
     has_answered: Callable[[], bool] = lambda: True,
-    deadline: Deadline | None = None,
+    clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     rng: random.Random | None = None,
 ) -> _T:
     """Call until it succeeds, must not be repeated, or the policy gives up.
 
     Args:
-        request: Raises `StoreError` for what another try may change.
+        request: Takes the seconds that are left for this try; raises `StoreError` for what another
+            try may change.
         policy: How long to keep trying.
+        place: Held during each try. The wait for the first one is not part of the deadline.
         may_repeat: Which errors to repeat after; None for the retryable ones.
         has_answered: Whether the server is known to be one.
-        deadline: By which the last try must have ended; None for the policy's, from now on.
-            ``request`` is to ask it for its time-out.
+        clock: Monotonic seconds.
         sleep: Called between attempts.
         rng: Source of the jitter.
 
@@ -409,15 +384,17 @@ def call_with_retries(
     """
     may_repeat = may_repeat or _if_retryable
     rng = rng or random.Random()
-    if deadline is None:
-        deadline = Deadline(policy.total_deadline_s)
-        deadline.spent_s()
+    began_s = 0.0
     num_failures = 0
     is_unanswered = False
     said: dict[str, str] = {}  # the last message of each sort
     while True:
         try:
-            return request()
+            with place():
+                now_s = clock()
+                if not num_failures:
+                    began_s = now_s
+                return request(began_s + policy.total_deadline_s - now_s)
         except CheckpointError as error:
             is_unanswered = is_unanswered or not error.refused
             error.refused = not is_unanswered
@@ -426,7 +403,7 @@ def call_with_retries(
             num_failures += 1
             if not may_repeat(error):
                 raise
-            spent_s = deadline.spent_s()
+            spent_s = clock() - began_s
             delay_s = policy.delay_s(num_failures, rng.random(), error.retry_after_s)
             most_s = policy.total_deadline_s
             if error.unreachable and not has_answered():
@@ -474,27 +451,24 @@ def _given_up(
     return error.saying(f"{error.message} ({gave_up})")
 
 
-def copy_with_retries(
-    request: Callable[[], None], policy: RetryPolicy, deadline: Deadline | None = None
-) -> None:
+def copy_with_retries(request: Callable[[float], None], policy: RetryPolicy) -> None:
     """Repeat a copy on any retryable error: the same bytes land twice.
 
     A copy that must create finds its own object where an answer was lost: that is a success.
 
     Args:
-        request: Copies, and asks the deadline, if there is one, for its time-out.
+        request: Copies, in the seconds that it is given.
         policy: How long to keep trying.
-        deadline: By which the last try must have ended; None for the policy's, from now on.
 
     Raises:
         AlreadyExistsError: If the object was there at the first try.
     """
     maybe_done = False
 
-    def once() -> None:
+    def once(left_s: float) -> None:
         nonlocal maybe_done
         try:
-            request()
+            request(left_s)
         except AlreadyExistsError:
             if not maybe_done:
                 raise
@@ -502,4 +476,4 @@ def copy_with_retries(
             maybe_done = maybe_done or (error.retryable and not error.throttled)
             raise
 
-    call_with_retries(once, policy, deadline=deadline)
+    call_with_retries(once, policy)

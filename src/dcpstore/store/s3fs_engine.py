@@ -11,15 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from typing_extensions import Buffer
-
-from dcpstore.errors import AlreadyExistsError, CheckpointError, NotFoundError
+from dcpstore.errors import CheckpointError, NotFoundError
 from dcpstore.store.base import (
     Capabilities,
     CopyMode,
@@ -27,104 +24,47 @@ from dcpstore.store.base import (
     Fetched,
     IfMatch,
     ObjectInfo,
-    Part,
     PutMode,
-    as_bytes_view,
-    checked_parts,
+    joined,
 )
 from dcpstore.store.engine import (
     Answer,
     Asked,
     Engine,
     Publication,
-    compare_etag,
-    deletes_failed,
+    check_condition,
     from_answer,
-    with_either_mark,
+    from_fsspec,
 )
-from dcpstore.store.fsspec_clients import FsspecClients, ask_fsspec, sync_within
+from dcpstore.store.fsspec_clients import FsspecClients, sync_within
 from dcpstore.store.ranges import ByteRange, cut
-from dcpstore.store.retry import Deadline, RetryPolicy, call_with_retries, copy_with_retries
+from dcpstore.store.retry import call_with_retries, copy_with_retries
 
 _LOG = logging.getLogger("dcpstore.store")
 _COPY_THREADS = 8
-_DELETE_BATCH = 1000
 _MODEL_NAMES = {"copy_object": "CopyObject", "complete_multipart_upload": "CompleteMultipartUpload"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A key to write to, and how S3 is asked.
+class _MultipartUpload:
+    """One multipart upload: begun at once, then parts from any thread, then an end.
 
-    Attributes:
-        call: Sends one operation to the bucket: what was asked for, the operation's name, the
-            deadline, how many bytes it moves, and its parameters but for the bucket; raises
-            our errors.
-        head: Looks the object up.
-        policy: How long to repeat an operation.
-        url: The store's root, for messages.
-        key: The object, for messages.
+    Args:
+        store: Sends the requests.
+        key: Of the object.
         path: Its key in the bucket.
     """
 
-    call: Callable[..., dict[str, Any]]
-    head: Callable[[], ObjectInfo]
-    policy: RetryPolicy
-    url: str
-    key: str
-    path: str
-
-    def repeat(self, verb: str, operation: str, num_bytes: int = 0, **more: Any) -> dict[str, Any]:
-        """Send one operation on the object until it is answered."""
-        asked, deadline = Asked(verb, self.key, self.url), Deadline(self.policy.total_deadline_s)
-        return call_with_retries(
-            lambda: self.call(asked, operation, deadline, num_bytes, Key=self.path, **more),
-            self.policy,
-            deadline=deadline,
-        )
-
-    def publish_copy(
-        self, mode: CopyMode, operation: str, num_bytes: int, **more: Any
-    ) -> dict[str, Any]:
-        """Send the operation that makes a copy exist; an answer that was lost is an empty one.
-
-        Raises:
-            AlreadyExistsError: If ``mode="create"`` and the object exists.
-        """
-        asked = Asked("copy to", self.key, self.url).under(mode)
-        deadline = Deadline(self.policy.total_deadline_s)
-
-        def once() -> None:
-            more.update(self._create_condition(asked, operation, deadline, mode))
-            self.call(asked, operation, deadline, num_bytes, Key=self.path, **more)
-
-        copy_with_retries(once, self.policy, deadline)
-        return {}
-
-    def _create_condition(
-        self, asked: Asked, operation: str, deadline: Deadline, mode: CopyMode
-    ) -> dict[str, str]:
-        """Return the condition that S3 decides by; where botocore knows none, look now."""
-        if mode == "overwrite":
-            return {}
-        if "IfNoneMatch" in parameters_of(_MODEL_NAMES[operation]):
-            return {"IfNoneMatch": "*"}
-        try:
-            head = Asked("head", self.key, self.url)
-            self.call(head, "head_object", deadline, 0, Key=self.path)
-        except NotFoundError:
-            return {}
-        raise AlreadyExistsError(f"{asked}: the object exists already")
-
-
-class _MultipartUpload:
-    """One multipart upload: begun at once, then parts from any thread, then an end."""
-
-    def __init__(self, target: _Target) -> None:
-        self._target = target
+    def __init__(self, store: S3fsStore, key: str, path: str) -> None:
+        self._store = store
+        self._key = key
+        self._path = path
         self._publication = Publication()
-        begun = target.repeat("begin the upload of", "create_multipart_upload")
+        begun = self._repeat("begin the upload of", "create_multipart_upload")
         self._upload_id = begun["UploadId"]
+
+    def _repeat(self, verb: str, operation: str, num_bytes: int = 0, **more: Any) -> dict[str, Any]:
+        asked = Asked(verb, self._key, self._store.url)
+        return self._store.repeat(asked, operation, num_bytes, Key=self._path, **more)
 
     def send_all(
         self, parts: Iterator[memoryview], max_concurrency: int
@@ -160,12 +100,12 @@ class _MultipartUpload:
         """Send the part with a number, counted from 1."""
         verb = f"send part {number} of"
         more = {"UploadId": self._upload_id, "PartNumber": number, "Body": bytes(part)}
-        answer = self._target.repeat(verb, "upload_part", part.nbytes, **more)
+        answer = self._repeat(verb, "upload_part", part.nbytes, **more)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     def copy(self, number: int, span: ByteRange, source: CopySource) -> dict[str, Any]:
         """Let S3 copy a part from a range of another object."""
-        answer = self._target.repeat(
+        answer = self._repeat(
             f"copy part {number} of",
             "upload_part_copy",
             span.num_bytes,
@@ -177,31 +117,36 @@ class _MultipartUpload:
         return {"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]}
 
     def complete(
-        self, publish: Callable[..., dict[str, Any]], parts: list[dict[str, Any]], num_bytes: int
+        self,
+        parts: list[dict[str, Any]],
+        num_bytes: int,
+        publish: Callable[..., dict[str, Any]] | None = None,
     ) -> str | None:
         """Publish the object and return its ETag.
 
         Args:
-            publish: Sends the operation; it takes longer the more bytes there are.
             parts: What `send_all` or `copy` returned, in order.
             num_bytes: Of the object.
+            publish: Sends the operation; it takes longer the more bytes there are. None to repeat
+                it until it is answered.
         """
+        store = self._store
+        asked = Asked("complete the upload of", self._key, store.url)
         more = {"UploadId": self._upload_id, "MultipartUpload": {"Parts": parts}}
-        target = self._target
         try:
-            answer = publish("complete_multipart_upload", num_bytes, **more)
+            answer = (publish or partial(store.repeat, asked))(
+                "complete_multipart_upload", num_bytes, Key=self._path, **more
+            )
         except CheckpointError as error:
             return self._publication.settle(
-                error, lambda: call_with_retries(target.head, target.policy), num_bytes, len(parts)
+                error, lambda: store.head_again(self._key), num_bytes, len(parts)
             )
         return answer.get("ETag") or None
 
     def abort(self) -> None:
         """Drop the parts; logs where that fails."""
         try:
-            self._target.repeat(
-                "abort the upload of", "abort_multipart_upload", UploadId=self._upload_id
-            )
+            self._repeat("abort the upload of", "abort_multipart_upload", UploadId=self._upload_id)
         except NotFoundError:
             pass  # it is gone already
         except CheckpointError as error:
@@ -234,6 +179,8 @@ class S3fsStore(Engine):
     copy_part_bytes = 512 * 2**20
     """Objects larger than this are copied in parts of this size, several beside one another. S3
     copies no more than 5 GiB in one request."""
+
+    _map_error = staticmethod(from_fsspec)
 
     def _connect(self) -> None:
         self._clients = FsspecClients(self._location, self._options, _fixed_options(self._options))
@@ -268,60 +215,73 @@ class S3fsStore(Engine):
             key, int(found["ContentLength"]), found.get("ETag") or None, found.get("LastModified")
         )
 
-    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
-        """Store one object in one atomic request and return its ETag."""
-        path, body = self._path(key), as_bytes_view(data)
-        asked = Asked("put", key, self.url).under(mode)
-        self._limits.check_put(key, body.nbytes)
-        whole = bytes(body)
+    def _put(self, asked: Asked, path: str, body: memoryview, mode: PutMode) -> str | None:
+        more: dict[str, Any] = {}
+        if mode != "overwrite":
+            more = {"IfMatch": mode.etag} if isinstance(mode, IfMatch) else {"IfNoneMatch": "*"}
+        most_s = self._time.seconds(body.nbytes)
+        answer = self.send(asked, "put_object", most_s, Key=path, Body=bytes(body), **more)
+        return answer.get("ETag") or None
 
-        def send(mode: PutMode) -> dict[str, Any]:
-            more: dict[str, Any] = self._condition(asked, key, mode)
-            most_s = self._time.seconds(body.nbytes)
-            return self.send(asked, "put_object", most_s, Key=path, Body=whole, **more)
-
-        return with_either_mark(mode, send).get("ETag") or None
-
-    def put_parts(
-        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
+    def _put_parts(
+        self,
+        asked: Asked,
+        path: str,
+        parts: Iterator[tuple[memoryview, ...]],
+        part_bytes: int,
+        max_concurrency: int,
     ) -> str | None:
-        """Store one large object from parts, several in flight, and return its ETag."""
-        stream = checked_parts(parts, part_bytes, self._limits)
-        held = [next(stream, memoryview(b""))]
-        if held[0].nbytes < part_bytes:
-            for _ in stream:  # raises: a part after a short one
-                pass
-            return self.put(key, held.pop())
-        target = self._target(key)
-        upload = _MultipartUpload(target)
+        del part_bytes
+        upload = _MultipartUpload(self, asked.key, path)
         try:
-            sent, num_bytes = upload.send_all(_chain(held, stream), max_concurrency)
-            publish = partial(target.repeat, "complete the upload of")
-            return upload.complete(publish, sent, num_bytes)
+            sent, num_bytes = upload.send_all(map(joined, parts), max_concurrency)
+            return upload.complete(sent, num_bytes)
         except BaseException:
             upload.abort()
             raise
 
     def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let S3 copy an object, in parts if it is large."""
-        size_bytes, target = source.size_bytes, self._target(key)
-        publish = partial(target.publish_copy, mode)
+        size_bytes, path = source.size_bytes, self._path(key)
+        publish = partial(self._publish_copy, key, mode)
         part_bytes = self._limits.part_bytes_for(size_bytes, self.copy_part_bytes)
         if size_bytes <= part_bytes:
             whole = {"Bucket": source.bucket, "Key": source.path}
-            publish("copy_object", size_bytes, CopySource=whole)
+            publish("copy_object", size_bytes, Key=path, CopySource=whole)
             return
         spans = list(cut(ByteRange(0, size_bytes), part_bytes))
-        upload = _MultipartUpload(target)
+        upload = _MultipartUpload(self, key, path)
         try:
             with ThreadPoolExecutor(_COPY_THREADS, "dcpstore-copy") as pool:
                 numbers = range(1, len(spans) + 1)
                 # An error cancels those that have not begun.
                 parts = list(pool.map(partial(upload.copy, source=source), numbers, spans))
-            upload.complete(publish, parts, size_bytes)
+            upload.complete(parts, size_bytes, publish)
         except BaseException:
             upload.abort()
             raise
+
+    def _publish_copy(
+        self, key: str, mode: CopyMode, operation: str, num_bytes: int, **more: Any
+    ) -> dict[str, Any]:
+        """Send the operation that makes a copy exist; an answer that was lost is an empty one.
+
+        Raises:
+            AlreadyExistsError: If ``mode="create"`` and the object exists.
+        """
+        asked = Asked("copy to", key, self.url).under(mode)
+        is_decided = "IfNoneMatch" in parameters_of(_MODEL_NAMES[operation])
+        if mode == "create" and is_decided:
+            more["IfNoneMatch"] = "*"
+
+        def once(left_s: float) -> None:
+            time = self._time.within(left_s)
+            if mode == "create" and not is_decided:
+                check_condition(asked, mode, lambda: self.within(left_s).head(key))
+            self.send(asked, operation, time.seconds(num_bytes), **more)
+
+        copy_with_retries(once, self._part_policy)
+        return {}
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""
@@ -336,59 +296,39 @@ class S3fsStore(Engine):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def delete_many(self, keys: Sequence[str]) -> None:
-        """Delete objects; a missing one is no error."""
-        failed: list[tuple[str, Mapping[str, Any]]] = []
-        for first in range(0, len(keys), _DELETE_BATCH):
-            batch = keys[first : first + _DELETE_BATCH]
-            asked = Asked(f"delete {len(batch)} objects, first", batch[0], self.url)
-            doomed = {"Objects": [{"Key": self._path(key)} for key in batch], "Quiet": True}
-            answer = self.send(asked, "delete_objects", Delete=doomed)
-            failed += [(one.get("Key", ""), one) for one in answer.get("Errors", ())]
-        if failed:
-            key, said = failed[0]
-            raise deletes_failed(
-                from_answer(
-                    Asked("delete", key, self.url),
-                    Answer(
-                        status=403 if said.get("Code") == "AccessDenied" else 500,
-                        code=said.get("Code"),
-                        text=str(said.get("Message", "")),
-                    ),
+    def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
+        asked = Asked(f"delete {len(paths)} objects, first", paths[0], self.url)
+        doomed = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
+        return [
+            from_answer(
+                Asked("delete", one.get("Key", ""), self.url),
+                Answer(
+                    status=403 if one.get("Code") == "AccessDenied" else 500,
+                    code=one.get("Code"),
+                    text=str(one.get("Message", "")),
                 ),
-                len(failed),
-                len(keys),
             )
+            for one in self.send(asked, "delete_objects", Delete=doomed).get("Errors", ())
+        ]
 
     def close(self) -> None:
         """Drop the session; a later call opens a new one."""
         self._clients.close()
 
-    def _target(self, key: str) -> _Target:
-        def call(
-            asked: Asked, operation: str, deadline: Deadline, num_bytes: int, **more: Any
-        ) -> dict[str, Any]:
-            most_s = self._time.within(deadline.left_s()).seconds(num_bytes)
+    def head_again(self, key: str) -> ObjectInfo:
+        """Look an object up until there is an answer."""
+        return call_with_retries(lambda _: self.head(key), self._part_policy)
+
+    def repeat(
+        self, asked: Asked, operation: str, num_bytes: int = 0, **more: Any
+    ) -> dict[str, Any]:
+        """Send one operation, which moves so many bytes, until it is answered."""
+
+        def once(left_s: float) -> dict[str, Any]:
+            most_s = self._time.within(left_s).seconds(num_bytes)
             return self.send(asked, operation, most_s, **more)
 
-        path = self._path(key)
-        return _Target(call, lambda: self.head(key), self._part_policy, self.url, key, path)
-
-    def _condition(self, asked: Asked, key: str, mode: PutMode) -> dict[str, str]:
-        can = self.capabilities
-        if isinstance(mode, IfMatch):
-            if can.compare_and_swap:
-                return {"IfMatch": mode.etag}
-            compare_etag(asked, mode, lambda: self.head(key))
-        elif mode == "create":
-            if can.atomic_create:
-                return {"IfNoneMatch": "*"}
-            try:
-                self.head(key)
-            except NotFoundError:
-                return {}
-            raise AlreadyExistsError(f"{asked}: the object exists already")
-        return {}
+        return call_with_retries(once, self._part_policy)
 
     def _fetch(
         self, asked: Asked, path: str, most_s: float, **more: Any
@@ -401,7 +341,7 @@ class S3fsStore(Engine):
             )
             return answer, memoryview(data).toreadonly()
 
-        return ask_fsspec(asked, call)
+        return self._ask(asked, call)
 
     def send(
         self, asked: Asked, operation: str, most_s: float | None = None, **more: Any
@@ -420,12 +360,7 @@ class S3fsStore(Engine):
             )
             return answer
 
-        return ask_fsspec(asked, call)
-
-
-def _chain(held: list[memoryview], rest: Iterator[memoryview]) -> Iterator[memoryview]:
-    yield held.pop()
-    yield from rest
+        return self._ask(asked, call)
 
 
 async def _get_object(fs: Any, pause_s: float, **more: Any) -> tuple[dict[str, Any], bytes]:

@@ -168,7 +168,7 @@ class S3Uploads:
         self._store.close()
 
     def _call(self, asked: Asked, operation: str, **more: Any) -> dict[str, Any]:
-        return call_with_retries(lambda: self._store.send(asked, operation, **more), self._retry)
+        return call_with_retries(lambda _: self._store.send(asked, operation, **more), self._retry)
 
 
 class LocalUploads:

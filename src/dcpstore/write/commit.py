@@ -256,7 +256,7 @@ class ConditionalPut:
     def _note(self, error: CheckpointError, mode: PutMode) -> None:
         if not error.refused:
             self._is_unanswered = True
-            self._is_unconditional |= not _is_honoured(self._store, mode)
+            self._is_unconditional |= not self._store.capabilities.decides(mode)
 
     def _look(self, data: memoryview) -> tuple[_Seen, str | None]:
         """Read what is there, and return its ETag too."""
@@ -404,14 +404,6 @@ def _is_retryable(error: CheckpointError) -> bool:
     return isinstance(error, StoreError) and error.retryable
 
 
-def _is_honoured(store: Store, mode: PutMode) -> bool:
-    """Tell whether the store itself refuses a put whose precondition no longer holds."""
-    if mode == "overwrite":
-        return False
-    promised = store.capabilities
-    return promised.atomic_create if mode == "create" else promised.compare_and_swap
-
-
 def prove_superseded(store: Store, found: Found | None, now: Found | None) -> Proof | None:
     """Prove from what is there that a put which may still be under way cannot take effect.
 
@@ -425,7 +417,7 @@ def prove_superseded(store: Store, found: Found | None, now: Found | None) -> Pr
     mode: PutMode = "create" if found is None else IfMatch(found.etag or "")
     if now is None or _may_be_unchanged(found, now):
         return None
-    return Proof.SUPERSEDED if _is_honoured(store, mode) else None
+    return Proof.SUPERSEDED if store.capabilities.decides(mode) else None
 
 
 def sweep(store: Store, keys: Iterable[str], proof: Proof, *, why: str) -> Sequence[str]:

@@ -39,7 +39,7 @@ from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.manifest import DataObject
 from dcpstore.format.payload import copy_bytes_out, host_payload
 from dcpstore.report import Meter
-from dcpstore.store.base import Capabilities, ObjectInfo, Part, joined
+from dcpstore.store.base import Capabilities, ObjectInfo, Part, chained, joined
 from dcpstore.store.budget import Bytes, Cancelled
 
 _T = TypeVar("_T")
@@ -546,7 +546,7 @@ class Uploads:
         if second is None:
             etag = self._store.put(stream.key, joined(first) if first else b"")
         else:
-            rest = _emptying([first, second], parts)
+            rest = map(_unwrapped, chained([first, second], parts))
             del first, second  # or they would hold their memory until the upload ends
             etag = self._store.put_parts(
                 stream.key,
@@ -583,15 +583,6 @@ class Uploads:
             raise CorruptError(
                 f"{key} has {stored} bytes in the store after {num_bytes} were put", key=key
             )
-
-
-def _emptying(
-    first: list[tuple[memoryview, ...]], rest: Iterator[tuple[memoryview, ...]]
-) -> Iterator[Part]:
-    """Yield all, holding none of them: `itertools.chain` would hold the list to the end."""
-    while first:
-        yield _unwrapped(first.pop(0))
-    yield from map(_unwrapped, rest)
 
 
 def _unwrapped(pieces: tuple[memoryview, ...]) -> Part:
