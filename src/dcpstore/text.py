@@ -26,6 +26,22 @@ from typing_extensions import Buffer
 # Secret keys of AWS contain slashes, and a mangled URL has one slash only.
 _USERINFO = re.compile(r"(?<=:/)(/?)[^/@:\s]+:[^@\s]*@")
 _QUERY = re.compile(r"(https?://[^\s?\"']+)\?([^\s\"')]*)")
+# A server's answer may repeat the request: its headers, its signature, its token.
+_NAMED_SECRET = re.compile(
+    r"((?:authorization|token|signature|secret|password|credential|api-?key|\bsig\b)[\w.-]*"
+    r"[\"']?\s*(?:[:=]|\bis\b)\s*[\"']?)"
+    r"((?:bearer|basic|sharedkey|aws4-hmac-sha256)\s+[^\r\n<>\"']+|[^\s\"',;&<>]+)",
+    re.IGNORECASE,
+)
+_ELEMENT = re.compile(r"<([\w-]+)>([^<>]*)</\1>")
+_HARMLESS_ELEMENTS = frozenset(
+    {"Code", "Message", "RequestId", "HostId", "Resource", "Key", "BucketName", "Bucket", "Region"}
+    | {"Condition", "Endpoint", "ServerTime", "RequestTime", "UploadId", "Method", "ArgumentName"}
+)
+_HARMLESS_PARAMETERS = frozenset(
+    {"uploadId", "uploads", "partNumber", "comp", "restype", "list-type"}
+)
+_LONG = re.compile(r"[A-Za-z0-9+/=_-]{40,}")
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _MOST_PER_CHARACTER = 24  # the header of a safetensors file takes 16 with the shortest names
 _ALWAYS_ALLOWED_BYTES = 64 << 20
@@ -66,6 +82,26 @@ def redact(text: str, *, keep: Collection[str] = ()) -> str:
         return f"{match[1]}?{'&'.join([*kept, '...'])}"
 
     return _QUERY.sub(shortened, _USERINFO.sub(r"\1***@", text))
+
+
+def without_secrets(text: str) -> str:
+    """Blank out what may be a secret in a message: by its name, its place, or its look."""
+    text = redact(text, keep=_HARMLESS_PARAMETERS)
+    text = _ELEMENT.sub(_element_without_secrets, text)
+    return _LONG.sub(_long_without_secrets, _NAMED_SECRET.sub(r"\1***", text))
+
+
+def _element_without_secrets(match: re.Match[str]) -> str:
+    return match[0] if match[1] in _HARMLESS_ELEMENTS else f"<{match[1]}>***</{match[1]}>"
+
+
+def _long_without_secrets(match: re.Match[str]) -> str:
+    """Keys, paths and digests are long, too; but their words are short, or of one case."""
+    text = match[0]
+    is_mixed = all(any(test(char) for char in text) for test in (str.isupper, str.islower))
+    words = [word for word in re.split(r"[/_-]", text) if word]
+    is_token = is_mixed and any(map(str.isdigit, text)) and len(text) > 20 * len(words)
+    return "***" if is_token else text
 
 
 def size_text(num_bytes: float) -> str:

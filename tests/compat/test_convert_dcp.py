@@ -23,12 +23,12 @@ from dcpstore.convert.dcp.copy import (
 )
 from dcpstore.convert.dcp.source import own_run
 from dcpstore.convert.output import share_budget
-from dcpstore.format.keys import METADATA_KEY
 from dcpstore.format.manifest import decode
+from dcpstore.format.seal import METADATA_KEY
 from dcpstore.ranks import SingleGroup
 from dcpstore.report import Meter
 from dcpstore.store import Store, open_store
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 from dcpstore.testing.ranks import run_ranks
 

@@ -23,13 +23,12 @@ from dcpstore.convert.dcp.copy import (
     mirror,
 )
 from dcpstore.convert.output import share_budget
-from dcpstore.format.keys import METADATA_KEY
+from dcpstore.format.seal import METADATA_KEY
 from dcpstore.ranks import SingleGroup
 from dcpstore.report import Meter
 from dcpstore.store import RetryPolicy, open_store
-from dcpstore.store.base import server_copier
+from dcpstore.store.base import ByteRange, server_copier
 from dcpstore.store.folder import parse_location
-from dcpstore.store.ranges import ByteRange
 from dcpstore.store.retry import copy_with_retries
 from dcpstore.store.s3fs_engine import S3fsStore
 from dcpstore.testing import Fault, FaultyStore, RecordingStore, StoreFault

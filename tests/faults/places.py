@@ -10,9 +10,8 @@ from typing import Any
 
 from dcpstore import ObjectStoreReader, ObjectStoreWriter
 from dcpstore.config import ReadConfig, WriteConfig
-from dcpstore.format.keys import save_id_of
 from dcpstore.format.manifest import Manifest, decode
-from dcpstore.format.seal import read_seal
+from dcpstore.format.seal import read_seal, save_id_of
 from dcpstore.store import Store, open_store
 from dcpstore.testing import FaultyStore, MotoServer, S3Client, StoreFault
 from faults.states import PART_BYTES

@@ -13,7 +13,7 @@ import torch
 from rank_pool import RankPool
 
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConfig
-from dcpstore.format.keys import save_id_of
+from dcpstore.format.seal import save_id_of
 from dcpstore.testing import MotoServer
 
 

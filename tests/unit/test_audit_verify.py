@@ -23,7 +23,7 @@ from dcpstore.format.seal import read_seal
 from dcpstore.format.zip import append_crc32
 from dcpstore.read.discovery import discover
 from dcpstore.store import open_store
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 from faults.ranks import save_alone
 

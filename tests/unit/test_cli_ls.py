@@ -12,7 +12,7 @@ import pytest
 from dcpstore.audit.listing import list_checkpoints
 from dcpstore.cli.output import format_age, table
 from dcpstore.errors import StoreError
-from dcpstore.format.keys import data_key, manifest_key
+from dcpstore.format.seal import data_key, manifest_key
 from dcpstore.store import open_store
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 from dcpstore.write.commit import Sealer

@@ -22,10 +22,10 @@ from dcpstore.audit.describe import (
     sum_up,
 )
 from dcpstore.config import ReadConfig
-from dcpstore.format.keys import data_key
 from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, encode
+from dcpstore.format.seal import data_key
 from dcpstore.store import open_store
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange
 from dcpstore.testing import RecordingStore
 from dcpstore.write.commit import Sealer
 

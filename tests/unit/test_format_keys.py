@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dcpstore.errors import CorruptError
-from dcpstore.format.keys import (
+from dcpstore.format.seal import (
     check_relative,
     data_key,
     manifest_key,

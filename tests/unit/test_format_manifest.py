@@ -13,7 +13,7 @@ from hostile_manifests import Change, Columns, Fields, changed, packed
 
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange
 
 
 def properties(dtype: str) -> str:

@@ -12,11 +12,17 @@ import crc32c
 import pytest
 
 from dcpstore.errors import CorruptError, IncompatibleError, StoreError
-from dcpstore.format.keys import data_key, manifest_key
 from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, encode
-from dcpstore.format.seal import Seal, get_manifest, make_metadata, read_seal
+from dcpstore.format.seal import (
+    Seal,
+    data_key,
+    get_manifest,
+    make_metadata,
+    manifest_key,
+    read_seal,
+)
 from dcpstore.store import Store, open_store
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 from dcpstore.write.commit import keys_named_in
 

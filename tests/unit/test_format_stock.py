@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpstore.errors import CorruptError
-from dcpstore.format.keys import check_relative
 from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
-from dcpstore.format.seal import get_manifest, make_metadata, read_seal
+from dcpstore.format.seal import check_relative, get_manifest, make_metadata, read_seal
 from dcpstore.format.stock import load_metadata_pickle
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange
 from dcpstore.write.commit import Sealer
 from faults.places import Backend
 from faults.states import failing, load, save, state_at

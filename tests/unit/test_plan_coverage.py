@@ -26,7 +26,7 @@ from dcpstore.plan.coverage import (
     with_holes,
 )
 from dcpstore.plan.overlap import find_overlaps
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from dcpstore.format.dtypes import row_major_strides
 from dcpstore.format.manifest import StoredItem
 from dcpstore.format.payload import bands, is_one_run, span_of
 from dcpstore.read.plan import Request, join_pieces, plan_pieces
 from dcpstore.read.targets import Target
-from dcpstore.store.ranges import ByteRange, row_major_strides
+from dcpstore.store.base import ByteRange
 from dcpstore.write.job import plan_objects, plan_part_bytes
 
 KIB, MIB = 1 << 10, 1 << 20

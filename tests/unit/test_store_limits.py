@@ -17,12 +17,12 @@ from dcpstore.config import WriteConfig
 from dcpstore.convert.output import Outputs
 from dcpstore.errors import ConfigError
 from dcpstore.store import open_store
-from dcpstore.store.base import NO_LIMITS, CopySource, StoreLimits, limits_of
+from dcpstore.store.base import NO_LIMITS, ByteRange, CopySource, StoreLimits, limits_of
 from dcpstore.store.engine import Asked
 from dcpstore.store.folder import parse_location
 from dcpstore.store.fsspec_engine import FsspecStore
 from dcpstore.store.obstore_engine import ObstoreStore
-from dcpstore.store.ranges import ByteRange, join
+from dcpstore.store.ranges import join
 from dcpstore.store.retry import RetryPolicy
 from dcpstore.store.s3fs_engine import S3fsStore
 from dcpstore.testing import RecordingStore

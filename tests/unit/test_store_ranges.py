@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpstore.store.ranges import ByteRange, cut, join, round_out
+from dcpstore.store.base import ByteRange
+from dcpstore.store.ranges import cut, join, round_out
 
 ranges = st.builds(lambda a, n: ByteRange(a, a + n), st.integers(0, 500), st.integers(0, 60))
 

@@ -21,7 +21,7 @@ from dcpstore.errors import (
     NotFoundError,
     StoreError,
 )
-from dcpstore.format.keys import METADATA_KEY, data_key, manifest_key
+from dcpstore.format.seal import METADATA_KEY, data_key, manifest_key
 from dcpstore.store import Store, open_store
 from dcpstore.store.base import IfMatch
 from dcpstore.store.retry import RetryingStore, RetryPolicy

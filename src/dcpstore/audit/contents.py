@@ -50,8 +50,7 @@ from dcpstore.read.safetensors import (
     flaws_of_index,
     read_header,
 )
-from dcpstore.store.base import ObjectInfo, Store
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange, ObjectInfo, Store
 from dcpstore.text import count_text, size_text
 
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from dcpstore.config import ReadConfig
 from dcpstore.convert.dcp.source import Block, batches, read_batch
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.format.dtypes import dtype_name
+from dcpstore.format.dtypes import dtype_name, row_major_strides
 from dcpstore.format.manifest import StoredItem
 from dcpstore.format.payload import bands
 from dcpstore.format.tensors import encode_opaque
@@ -44,7 +44,6 @@ from dcpstore.read.pump import Pump
 from dcpstore.report import Meter, ProgressCallback, show_progress
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
-from dcpstore.store.ranges import row_major_strides
 from dcpstore.text import count_text, size_text, table
 
 DifferenceKind: TypeAlias = Literal["only left", "only right", "kind", "shape", "dtype", "value"]

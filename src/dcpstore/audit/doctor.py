@@ -36,7 +36,7 @@ from dcpstore.errors import (
     NotFoundError,
     StoreError,
 )
-from dcpstore.format.keys import METADATA_KEY
+from dcpstore.format.seal import METADATA_KEY
 from dcpstore.store import open_store
 from dcpstore.store.base import IfMatch, PutMode, Store
 from dcpstore.store.folder import parse_location

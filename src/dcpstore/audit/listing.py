@@ -23,7 +23,7 @@ from datetime import datetime
 from typing import Literal, TypeAlias
 
 from dcpstore.errors import NotFoundError, StoreError
-from dcpstore.format.keys import METADATA_KEY, save_id_of
+from dcpstore.format.seal import METADATA_KEY, save_id_of
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.text import count_text
 from dcpstore.write.commit import probe

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreError
-from dcpstore.format.keys import METADATA_KEY, metadata_key, save_id_of
+from dcpstore.format.seal import METADATA_KEY, metadata_key, save_id_of
 from dcpstore.store import open_store
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.store.folder import Folder, parse_location

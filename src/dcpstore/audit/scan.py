@@ -25,9 +25,9 @@ from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, ConfigError, CorruptError, NotFoundError, StoreError
 from dcpstore.read.pump import Pump
 from dcpstore.report import Meter
-from dcpstore.store.base import ObjectInfo, Store
+from dcpstore.store.base import ByteRange, ObjectInfo, Store
 from dcpstore.store.budget import ByteBudget, bytes_in_flight
-from dcpstore.store.ranges import ByteRange, group
+from dcpstore.store.ranges import group
 from dcpstore.text import printable
 
 FindingKind: TypeAlias = Literal[

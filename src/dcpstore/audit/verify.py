@@ -29,13 +29,12 @@ from dcpstore.audit.contents import FileContents, Sealed, SealedContents, open_s
 from dcpstore.audit.scan import Finding, Inventory, Scanner, in_order, take_inventory
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConflictError, CorruptError, NotFoundError
-from dcpstore.format.keys import METADATA_KEY, save_id_of
+from dcpstore.format.seal import METADATA_KEY, save_id_of
 from dcpstore.read.discovery import discover, sealed_ranks
 from dcpstore.report import ProgressCallback, show_progress
 from dcpstore.store import open_store
-from dcpstore.store.base import ObjectInfo, Store
+from dcpstore.store.base import ByteRange, ObjectInfo, Store
 from dcpstore.store.folder import Folder
-from dcpstore.store.ranges import ByteRange
 from dcpstore.text import count_text, size_text, table
 
 Contents: TypeAlias = SealedContents | FileContents

@@ -34,8 +34,8 @@ from dcpstore.format.zip import (
     read_directory,
     read_local_header,
 )
-from dcpstore.store.base import Store
-from dcpstore.store.ranges import ByteRange, cut
+from dcpstore.store.base import ByteRange, Store
+from dcpstore.store.ranges import cut
 
 _READ_AHEAD_BYTES = 4096
 

@@ -32,7 +32,7 @@ from dcpstore.cli.connection import (
 )
 from dcpstore.cli.output import ExitCode, Output, table
 from dcpstore.errors import ConfigError, NotFoundError
-from dcpstore.format.keys import METADATA_KEY, save_id_of
+from dcpstore.format.seal import METADATA_KEY, save_id_of
 from dcpstore.text import count_text, size_text
 
 DESCRIPTION = """\

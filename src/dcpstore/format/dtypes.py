@@ -6,7 +6,7 @@ so a process that only lists a bucket can size payloads without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -133,3 +133,20 @@ def item_bytes(dtype: torch.dtype | str) -> int:
     if row is None:
         raise ValueError(f"{dtype!r} is not a dtype that dcpstore knows")
     return row.item_bytes
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a dense row-major array, as torch gives them."""
+    strides = []
+    stride = 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether an array is dense and row-major; the strides of dimensions of 1 do not count."""
+    wanted = row_major_strides(tuple(shape))
+    rows = zip(shape, strides, wanted, strict=True)
+    return 0 in shape or all(size == 1 or has == want for size, has, want in rows)

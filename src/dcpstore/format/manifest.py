@@ -29,9 +29,9 @@ import numpy.typing as npt
 
 from dcpstore.config import MAX_METADATA_BYTES
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.format.dtypes import DTYPES
-from dcpstore.format.keys import check_relative, is_save_id
-from dcpstore.store.ranges import ByteRange, row_major_strides
+from dcpstore.format.dtypes import DTYPES, row_major_strides
+from dcpstore.format.seal import check_relative, is_save_id
+from dcpstore.store.base import ByteRange
 from dcpstore.text import check_natural, parse_json
 
 FORMAT_VERSION = 2

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.dtypes import dtype_from_name
-from dcpstore.format.keys import check_relative, save_id_of
 from dcpstore.format.manifest import Entry, ItemId, Manifest, Path, StoredItem
 from dcpstore.format.safetensors import TensorInFile
+from dcpstore.format.seal import check_relative, save_id_of
 from dcpstore.format.stock import load_metadata_pickle
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange
 from dcpstore.text import collector_paused
 from dcpstore.torch_private import make_storage_info
 

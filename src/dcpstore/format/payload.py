@@ -39,8 +39,8 @@ import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
-from dcpstore.format.dtypes import is_plain_dtype
-from dcpstore.store.ranges import ByteRange, is_row_major
+from dcpstore.format.dtypes import is_plain_dtype, is_row_major
+from dcpstore.store.base import ByteRange
 from dcpstore.torch_private import wait_async_collective
 
 if TYPE_CHECKING:

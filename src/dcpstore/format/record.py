@@ -36,7 +36,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
-from dcpstore.format.dtypes import DTYPES, DtypeInfo, dtype_from_name, info_of, item_bytes
+from dcpstore.format.dtypes import (
+    DTYPES,
+    DtypeInfo,
+    dtype_from_name,
+    info_of,
+    is_row_major,
+    item_bytes,
+    row_major_strides,
+)
 from dcpstore.format.opcodes import BadPickleError, CutShortError, end_of_program, lengths_of
 from dcpstore.format.zip import (
     ALIGNMENT_BYTES,
@@ -51,7 +59,6 @@ from dcpstore.format.zip import (
     read_local_header,
     wide_numbers,
 )
-from dcpstore.store.ranges import is_row_major, row_major_strides
 
 if TYPE_CHECKING:
     import torch

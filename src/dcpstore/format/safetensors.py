@@ -24,7 +24,7 @@ from typing_extensions import Buffer
 
 from dcpstore.errors import CorruptError
 from dcpstore.format.dtypes import item_bytes
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange
 from dcpstore.text import check_natural, collector_paused, parse_json
 
 LENGTH_BYTES = 8

@@ -1,4 +1,4 @@
-"""The footer that makes a ``.metadata`` ours, and the way from it to the manifest.
+"""The names of a checkpoint's objects, and the footer that makes its ``.metadata`` ours.
 
 A ``.metadata`` is torch's pickle followed by what stock readers ignore, since a pickle ends
 at its STOP opcode::
@@ -8,28 +8,97 @@ at its STOP opcode::
 A manifest that is larger than ``WriteConfig.embed_manifest_bytes`` lies in an object of its
 own, which the seal names; so did every manifest before that knob was there. The seal has the
 CRC32C of the pickle, of the manifest and, where it names no object, of itself. A reader of ours
-never opens the pickle. See ``docs/design/003-commit-protocol.md``.
+never opens the pickle. Names are relative to the checkpoint's folder. See
+``docs/design/001-bucket-layout.md`` and ``docs/design/003-commit-protocol.md``.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+from unicodedata import category
 
 import crc32c
 
 from dcpstore.errors import CorruptError, NotFoundError
-from dcpstore.format.keys import check_relative, is_save_id, manifest_key
-from dcpstore.store.base import Store
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange, Store
 from dcpstore.text import check_natural, parse_json
 
+METADATA_KEY = ".metadata"
+_MOST_NAME_BYTES = 1024  # of S3 and Google; Azure takes as many characters
+_CONTROL = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_DATA_KEY = re.compile(r"__\d+_\d+\.([0-9a-f]{16})\.distcp")
+_MANIFEST_KEY = re.compile(r"\.dcpstore-([0-9a-f]{16})")
 _MAGIC = b"DCPSSEAL"
 _TAIL = struct.Struct("<I8s")
 _OWN_CRC = "seal_crc32c"
+
+
+def new_save_id() -> str:
+    """Draw the mark of one rank's part in one save: 16 hex digits, never used twice."""
+    return secrets.token_hex(8)
+
+
+def is_save_id(value: object) -> bool:
+    """Tell whether a value that was read is what `new_save_id` draws."""
+    return isinstance(value, str) and _SAVE_ID.fullmatch(value) is not None
+
+
+def data_key(rank: int, number: int, save_id: str) -> str:
+    """Name the ``number``-th data object of a rank."""
+    return f"__{rank}_{number}.{save_id}.distcp"
+
+
+def manifest_key(save_id: str) -> str:
+    """Name the manifest of a save, where it is an object of its own."""
+    return f".dcpstore-{save_id}"
+
+
+def metadata_key(rank: int | None = None) -> str:
+    """Name torch's metadata: of the checkpoint, or of one rank (``use_collectives=False``)."""
+    return METADATA_KEY if rank is None else f"__{rank}{METADATA_KEY}"
+
+
+def save_id_of(key: str) -> str | None:
+    """Return the save id in the name of one of our objects; None for any other name."""
+    match = _DATA_KEY.fullmatch(key) or _MANIFEST_KEY.fullmatch(key)
+    return match[1] if match else None
+
+
+def check_relative(path: str) -> str:
+    """Return ``path`` if it stays inside the checkpoint's folder.
+
+    Raises:
+        CorruptError: If it is absolute, climbs out with ``..``, is a URL, is longer than stores
+            take, or has a control character, which no writer puts there and stores and file
+            systems treat as they like.
+    """
+    if not path.isprintable() and any(category(char) in _CONTROL for char in path):
+        raise CorruptError(
+            f"the checkpoint's metadata names the object {path!r}, which has a control character;"
+            " refusing to read it",
+            key=path,
+        )
+    if len(path.encode("utf-8", "surrogatepass")) > _MOST_NAME_BYTES:
+        raise CorruptError(
+            f"the checkpoint's metadata names an object of {len(path)} characters,"
+            f" {path[:80]!r}..., which no store takes; refusing to read it",
+            key=path[:80],
+        )
+    parts = path.split("/")
+    if not path or path.startswith("/") or "\\" in path or ".." in parts or ":" in parts[0]:
+        raise CorruptError(
+            f"the checkpoint's metadata names the object {path!r}, which lies outside the"
+            " checkpoint's folder; refusing to read it",
+            key=path,
+        )
+    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 
 from dcpstore.config import MAX_METADATA_BYTES, ReadConfig
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
-from dcpstore.format.keys import metadata_key
 from dcpstore.format.manifest import Manifest, decode, has_other_planner_data
 from dcpstore.format.safetensors import TensorInFile
-from dcpstore.format.seal import Seal, get_manifest, read_seal
+from dcpstore.format.seal import Seal, get_manifest, metadata_key, read_seal
 from dcpstore.read.safetensors import INDEX_FILE, find_files, read_headers
 from dcpstore.store.base import Store
 from dcpstore.store.retry import read_twice_if_damaged

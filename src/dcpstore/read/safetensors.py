@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CorruptError, NotFoundError, StoreError
-from dcpstore.format.keys import check_relative
 from dcpstore.format.safetensors import (
     LENGTH_BYTES,
     FileHeader,
@@ -24,8 +23,8 @@ from dcpstore.format.safetensors import (
     header_length,
     parse_file,
 )
-from dcpstore.store.base import Store
-from dcpstore.store.ranges import ByteRange
+from dcpstore.format.seal import check_relative
+from dcpstore.store.base import ByteRange, Store
 from dcpstore.text import parse_json
 
 _SINGLE_FILE = "model.safetensors"

@@ -47,8 +47,8 @@ from dcpstore.ranks.transport import tree_children, tree_parent
 from dcpstore.read.plan import Request
 from dcpstore.read.pump import ReadJob
 from dcpstore.read.targets import Piece
+from dcpstore.store.base import ByteRange
 from dcpstore.store.budget import bytes_in_flight
-from dcpstore.store.ranges import ByteRange
 from dcpstore.store.ranges import group as group_ranges
 
 SharePolicy = Literal["auto", "always", "never"]

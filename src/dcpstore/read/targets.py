@@ -39,8 +39,7 @@ from dcpstore.format.payload import (
 from dcpstore.format.record import HEAD_BYTES, HeadAnswer, NeedMoreBytes, parse_record_head
 from dcpstore.format.tensors import copy_opaque_in, decode_opaque
 from dcpstore.plan.coverage import refuse_lacks
-from dcpstore.store.base import Store
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange, Store
 from dcpstore.torch_private import default_extension_registry, narrow
 
 if TYPE_CHECKING:

@@ -42,13 +42,13 @@ import torch
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConflictError, CorruptError, IncompatibleError, NotFoundError
-from dcpstore.format.dtypes import is_plain_dtype
+from dcpstore.format.dtypes import is_plain_dtype, is_row_major
 from dcpstore.format.opcodes import BadPickleError, check_structure
 from dcpstore.format.payload import copy_box_in, span_of
 from dcpstore.format.zip import Member, contents_offset, read_archive
 from dcpstore.store import ObjectInfo, Store, open_store
+from dcpstore.store.base import ByteRange
 from dcpstore.store.folder import Folder, file_location
-from dcpstore.store.ranges import ByteRange, is_row_major
 from dcpstore.torch_private import (
     meta_storage,
     named_storage_class,

@@ -46,7 +46,7 @@ from torch.futures import Future as TorchFuture
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError, IncompatibleError
-from dcpstore.format.dtypes import dtype_name
+from dcpstore.format.dtypes import dtype_name, is_row_major
 from dcpstore.format.manifest import StoredItem
 from dcpstore.plan.wire import PlanCache
 from dcpstore.ranks import RankGroup, SingleGroup, steps
@@ -57,8 +57,8 @@ from dcpstore.read.targets import Target, resolve_targets
 from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
 from dcpstore.report import Meter
 from dcpstore.store import Capabilities, Store, open_store
+from dcpstore.store.base import ByteRange
 from dcpstore.store.folder import file_location
-from dcpstore.store.ranges import ByteRange, is_row_major
 from dcpstore.text import redact
 from dcpstore.torch_private import flatten_state_dict
 

@@ -50,7 +50,7 @@ from dcpstore.store.base import (
     num_bytes_of,
 )
 from dcpstore.store.retry import RetryPolicy, TimeLimit, call_with_retries
-from dcpstore.text import printable, redact
+from dcpstore.text import printable, redact, without_secrets
 
 _T = TypeVar("_T")
 _NUM_PARTS = re.compile(r'-(\d+)"?$')  # the end of a multipart object's ETag
@@ -58,22 +58,6 @@ _MOST_SKEW = timedelta(minutes=15)  # between clocks: S3 refuses requests that a
 _MAX_TEXT = 300
 _DELETE_BATCH = 1000
 _MAX_FOREIGN_TEXT = 2000
-# A server's answer may repeat the request: its headers, its signature, its token.
-_NAMED_SECRET = re.compile(
-    r"((?:authorization|token|signature|secret|password|credential|api-?key|\bsig\b)[\w.-]*"
-    r"[\"']?\s*(?:[:=]|\bis\b)\s*[\"']?)"
-    r"((?:bearer|basic|sharedkey|aws4-hmac-sha256)\s+[^\r\n<>\"']+|[^\s\"',;&<>]+)",
-    re.IGNORECASE,
-)
-_ELEMENT = re.compile(r"<([\w-]+)>([^<>]*)</\1>")
-_HARMLESS_ELEMENTS = frozenset(
-    {"Code", "Message", "RequestId", "HostId", "Resource", "Key", "BucketName", "Bucket", "Region"}
-    | {"Condition", "Endpoint", "ServerTime", "RequestTime", "UploadId", "Method", "ArgumentName"}
-)
-_HARMLESS_PARAMETERS = frozenset(
-    {"uploadId", "uploads", "partNumber", "comp", "restype", "list-type"}
-)
-_LONG = re.compile(r"[A-Za-z0-9+/=_-]{40,}")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
@@ -464,29 +448,9 @@ class ForeignError(Exception):
 def scrubbed(error: BaseException) -> ForeignError:
     """Return what an error may be chained as."""
     kind = type(error)
-    text = _without_secrets(str(error).partition("\n\nDebug source:")[0])[:_MAX_FOREIGN_TEXT]
+    text = without_secrets(str(error).partition("\n\nDebug source:")[0])[:_MAX_FOREIGN_TEXT]
     made = ForeignError(f"{kind.__module__}.{kind.__qualname__}: {printable(text, keep=chr(10))}")
     return made.with_traceback(error.__traceback__)
-
-
-def _without_secrets(text: str) -> str:
-    """Blank out what may be a secret in a message: by its name, its place, or its look."""
-    text = redact(text, keep=_HARMLESS_PARAMETERS)
-    text = _ELEMENT.sub(_element_without_secrets, text)
-    return _LONG.sub(_long_without_secrets, _NAMED_SECRET.sub(r"\1***", text))
-
-
-def _element_without_secrets(match: re.Match[str]) -> str:
-    return match[0] if match[1] in _HARMLESS_ELEMENTS else f"<{match[1]}>***</{match[1]}>"
-
-
-def _long_without_secrets(match: re.Match[str]) -> str:
-    """Keys, paths and digests are long, too; but their words are short, or of one case."""
-    text = match[0]
-    is_mixed = all(any(test(char) for char in text) for test in (str.isupper, str.islower))
-    words = [word for word in re.split(r"[/_-]", text) if word]
-    is_token = is_mixed and any(map(str.isdigit, text)) and len(text) > 20 * len(words)
-    return "***" if is_token else text
 
 
 def _seconds(value: object) -> float | None:
@@ -502,7 +466,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _trim(text: str) -> str:
-    flat = " ".join(redact(_without_secrets(text)).split())
+    flat = " ".join(redact(without_secrets(text)).split())
     return flat if len(flat) <= _MAX_TEXT else f"{flat[: _MAX_TEXT - 3]}..."
 
 

@@ -1,24 +1,14 @@
-"""Half-open byte ranges ``[start, end)``, how to join and cut them, and dense strides."""
+"""How to join and cut byte ranges."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from dcpstore.store.base import ByteRange
 
 T = TypeVar("T")
-
-
-class ByteRange(NamedTuple):
-    """Bytes ``[start, end)`` of an object or a payload."""
-
-    start: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the range in bytes."""
-        return self.end - self.start
 
 
 def group(
@@ -91,20 +81,3 @@ def round_out(inner: ByteRange, block_bytes: int, limit: int) -> ByteRange:
     start = inner.start // block_bytes * block_bytes
     end = -(-inner.end // block_bytes) * block_bytes
     return ByteRange(start, min(end, limit))
-
-
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a dense row-major array, as torch gives them."""
-    strides = []
-    stride = 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether an array is dense and row-major; the strides of dimensions of 1 do not count."""
-    wanted = row_major_strides(tuple(shape))
-    rows = zip(shape, strides, wanted, strict=True)
-    return 0 in shape or all(size == 1 or has == want for size, has, want in rows)

@@ -16,6 +16,8 @@ copy_from                            never: the engine repeats it, and parts sin
 list                                 from the start, skipping what was yielded already
 ===================================  ====================================================
 
+`WrappedStore` is what retries, and the fakes of `dcpstore.testing`, are made of.
+
 An error that ends a call is marked as ``refused`` only if every attempt was: a repeated put
 that the store denies says nothing of the first one, whose answer was a 503.
 """
@@ -27,13 +29,28 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
+from typing_extensions import Buffer
+
 from dcpstore.errors import AlreadyExistsError, CheckpointError, CorruptError, StoreError
-from dcpstore.store.base import Call, ObjectInfo, Store, WrappedStore
+from dcpstore.store.base import (
+    Capabilities,
+    CopyMode,
+    CopySource,
+    Destination,
+    Fetched,
+    FillsMemory,
+    ObjectInfo,
+    Part,
+    PutMode,
+    ServerCopies,
+    Store,
+    as_bytes_view,
+)
 
 
 class AdaptiveLimiter:
@@ -240,6 +257,120 @@ class TimeLimit:
     def seconds(self, num_bytes: int = 0) -> float:
         """Time-out of a request that begins now and moves so many bytes."""
         return min(self.policy.timeout_s(num_bytes), self.left_s())
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a verb, as a `WrappedStore` passes it on.
+
+    Attributes:
+        verb: Name of the method; ``get_range`` for a ``fill``, which sends the same request.
+        key: The key, the prefix, or the first of several keys.
+        start: First byte asked for by ``get_range``; None for other verbs.
+        end: End of the range (exclusive).
+        num_bytes: Of the body of a ``put``; keys of a ``delete_many``.
+        mode: ``overwrite``, ``create`` or ``match`` for a ``put`` or ``copy_from``; None for
+            others.
+    """
+
+    verb: str
+    key: str
+    start: int | None = None
+    end: int | None = None
+    num_bytes: int = 0
+    mode: str | None = None
+
+
+class WrappedStore:
+    """A `Store` that passes every call on to another one, all of them through `_pass`.
+
+    Args:
+        inner: The store that does the work.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    @property
+    def inner(self) -> Store:
+        """The store that does the work."""
+        return self._inner
+
+    @property
+    def url(self) -> str:
+        """The root, without secrets."""
+        return self._inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the inner store promises."""
+        return self._inner.capabilities
+
+    def _pass(self, call: Call, request: Callable[[Store], _T]) -> _T:
+        """Let the inner store do what is asked; for subclasses to do something about it.
+
+        Args:
+            call: What is asked.
+            request: Asks it of a store, and returns the answer.
+        """
+        del call
+        return request(self._inner)
+
+    def get(self, key: str) -> Fetched:
+        """Fetch a whole object."""
+        return self._pass(Call("get", key), lambda inner: inner.get(key))
+
+    def get_range(self, key: str, start: int, end: int) -> memoryview:
+        """Fetch bytes ``[start, end)``."""
+        call = Call("get_range", key, start, end)
+        return self._pass(call, lambda inner: inner.get_range(key, start, end))
+
+    def fill(self, key: str, start: int, destination: Destination) -> None:
+        """Fetch a range straight into memory of the caller's; only of an inner store that can."""
+        call = Call("get_range", key, start, start + destination.num_bytes)
+        self._pass(call, lambda inner: cast("FillsMemory", inner).fill(key, start, destination))
+
+    def head(self, key: str) -> ObjectInfo:
+        """Look an object up without its bytes."""
+        return self._pass(Call("head", key), lambda inner: inner.head(key))
+
+    def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
+        """Store one object in one atomic request and return its ETag."""
+        call = Call("put", key, num_bytes=as_bytes_view(data).nbytes)
+        call.mode = mode if isinstance(mode, str) else "match"
+        return self._pass(call, lambda inner: inner.put(key, data, mode=mode))
+
+    def put_parts(
+        self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
+    ) -> str | None:
+        """Store one large object from parts, several in flight, and return its ETag."""
+        call = Call("put_parts", key)
+        sizes = {"part_bytes": part_bytes, "max_concurrency": max_concurrency}
+        return self._pass(call, lambda inner: inner.put_parts(key, parts, **sizes))
+
+    def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
+        """Let the provider copy an object; only of an inner store that can."""
+        call = Call("copy_from", key, mode=mode)
+        self._pass(call, lambda inner: cast("ServerCopies", inner).copy_from(source, key, mode))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below the folder ``prefix``."""
+        yield from self._pass(Call("list", prefix), lambda inner: inner.list(prefix))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete objects; a missing one is no error."""
+        call = Call("delete_many", keys[0] if keys else "", num_bytes=len(keys))
+        self._pass(call, lambda inner: inner.delete_many(keys))
+
+    def close(self) -> None:
+        """Close the inner store."""
+        self._inner.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._inner,)
 
 
 class TimesOut(Protocol):

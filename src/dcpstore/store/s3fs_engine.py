@@ -18,6 +18,7 @@ from typing import Any
 
 from dcpstore.errors import CheckpointError, NotFoundError
 from dcpstore.store.base import (
+    ByteRange,
     Capabilities,
     CopyMode,
     CopySource,
@@ -37,7 +38,7 @@ from dcpstore.store.engine import (
     from_fsspec,
 )
 from dcpstore.store.fsspec_clients import FsspecClients, sync_within
-from dcpstore.store.ranges import ByteRange, cut
+from dcpstore.store.ranges import cut
 from dcpstore.store.retry import call_with_retries, copy_with_retries
 
 _LOG = logging.getLogger("dcpstore.store")

@@ -13,17 +13,16 @@ from typing import Any, Literal, TypeVar, cast
 
 from dcpstore.errors import CheckpointError, StoreError
 from dcpstore.store.base import (
-    Call,
     Destination,
     Fetched,
     FillsMemory,
     ObjectInfo,
     Part,
     Store,
-    WrappedStore,
     num_bytes_of,
     pieces_of,
 )
+from dcpstore.store.retry import Call, WrappedStore
 
 _T = TypeVar("_T")
 _PAGE = 1000  # objects that one request of a list shows

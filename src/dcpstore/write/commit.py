@@ -41,9 +41,8 @@ from dcpstore.errors import (
     NotFoundError,
     StoreError,
 )
-from dcpstore.format.keys import save_id_of
 from dcpstore.format.manifest import decode
-from dcpstore.format.seal import Seal, get_manifest, make_metadata, read_seal
+from dcpstore.format.seal import Seal, get_manifest, make_metadata, read_seal, save_id_of
 from dcpstore.store.base import IfMatch, PutMode, Store
 
 

@@ -21,18 +21,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpstore.config import WriteConfig
 from dcpstore.errors import CheckpointError, ConfigError, IncompatibleError
-from dcpstore.format import keys
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.manifest import DataObject, ItemKind, StoredItem
 from dcpstore.format.payload import copy_bytes_out, is_freed, is_plain, payload_bytes, to_plain
 from dcpstore.format.record import plan_record
+from dcpstore.format.seal import data_key
 from dcpstore.format.tensors import encode_opaque
 from dcpstore.format.zip import read_members
 from dcpstore.plan.values import ValueRecord
 from dcpstore.report import Meter
-from dcpstore.store.base import Store
-from dcpstore.store.ranges import ByteRange
+from dcpstore.store.base import ByteRange, Store
 from dcpstore.text import collector_paused
 from dcpstore.torch_private import refused_globals
 from dcpstore.write.upload import ObjectStream, Uploads
@@ -151,7 +150,7 @@ class WriteJob:
         extensions: DCP stream transforms for every item.
         planner: Resolves items to data; called in the calling thread only.
         save_id: Part of every key.
-        meter: Counts the bytes handed to the store.
+        meter: Counts the bytes handed to the store; None where nobody watches.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class WriteJob:
         self._extensions = extensions
         self._planner = planner
         self._save_id = save_id
-        self._meter = meter or Meter("save")
+        self._meter = meter
         self._inline_bytes = 0
         self._refused: dict[str, list[str]] = {}
         self.keys: list[str] = []
@@ -181,7 +180,7 @@ class WriteJob:
         sizes = [_expected_bytes(item) for item in items]
         objects = plan_objects(sizes, self._config.object_bytes)
         if objects:  # the last key is the longest
-            last = keys.data_key(rank or 0, len(objects) - 1, self._save_id)
+            last = data_key(rank or 0, len(objects) - 1, self._save_id)
             self._store.capabilities.limits.check_key(last)
         uploads = Uploads(
             self._store,
@@ -191,10 +190,11 @@ class WriteJob:
             meter=self._meter,
             lends=getattr(self._planner, "keeps_tensors", True),
         )
-        self._meter.expect(sum(sizes))
+        if self._meter is not None:
+            self._meter.expect(sum(sizes))
         with uploads:
             for number, positions in enumerate(objects):
-                key = keys.data_key(rank or 0, number, self._save_id)
+                key = data_key(rank or 0, number, self._save_id)
                 self.keys.append(key)
                 stream = uploads.open(key)
                 drafts.extend(self._write(stream, items[position]) for position in positions)

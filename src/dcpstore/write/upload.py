@@ -411,7 +411,7 @@ class Uploads:
         config: Sizes and bounds.
         part_bytes: Size of every part but an object's last; None for the config's.
         pin: Allocate page-locked slabs, for copies from a CUDA device.
-        meter: Counts the bytes handed to the store.
+        meter: Counts the bytes handed to the store; None where nobody watches.
         lends: Whether the store may read tensors' own memory until the uploads end; not for
             callers that fill the same memory again.
     """
@@ -434,7 +434,7 @@ class Uploads:
         """Fewest bytes of a tensor that are worth to be sent from where they lie."""
         self.has_lent = False
         """Whether any were: then parts are expected to copy little."""
-        self._meter = meter or Meter("save")
+        self._meter = meter
         self._config = config
         self._pin = pin
         self._executor = ThreadPoolExecutor(config.max_uploads, "dcpstore-upload")
@@ -570,7 +570,8 @@ class Uploads:
             del leases, part
             yield views
             del views
-            self._meter.advance(num_bytes)
+            if self._meter is not None:
+                self._meter.advance(num_bytes)
         if self._failed.is_set():
             raise Cancelled
 

@@ -31,7 +31,6 @@ from torch.futures import Future
 
 from dcpstore.config import WriteConfig
 from dcpstore.errors import AlreadyExistsError, CheckpointError, IncompatibleError
-from dcpstore.format import keys
 from dcpstore.format.manifest import ItemId, Manifest, StoredItem, encode
 from dcpstore.format.metadata import (
     entries_of,
@@ -40,6 +39,7 @@ from dcpstore.format.metadata import (
     planner_paths_of,
     stock_storage_data,
 )
+from dcpstore.format.seal import METADATA_KEY, metadata_key, new_save_id
 from dcpstore.report import Meter
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
@@ -76,8 +76,8 @@ class Look:
         self._overwrite = overwrite
         executor = ThreadPoolExecutor(2, "dcpstore-look")
         self._found = executor.submit(probe, store, metadata_key)
-        is_of_all = metadata_key == keys.METADATA_KEY
-        self._of_all = None if is_of_all else executor.submit(probe, store, keys.METADATA_KEY)
+        is_of_all = metadata_key == METADATA_KEY
+        self._of_all = None if is_of_all else executor.submit(probe, store, METADATA_KEY)
         executor.shutdown(wait=False)
 
     def found(self) -> Found | None:
@@ -161,7 +161,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         return f"{type(self).__name__}({self._folder.url!r}, overwrite={self._overwrite})"
 
     def _begin(self) -> None:
-        self._save_id = keys.new_save_id()
+        self._save_id = new_save_id()
         self._is_save_id_used = False
         self._is_coordinator = True
         self._rank: int | None = None
@@ -199,7 +199,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
 
     @property
     def _metadata_key(self) -> str:
-        return keys.metadata_key(None if self._use_collectives else self._rank or 0)
+        return metadata_key(None if self._use_collectives else self._rank or 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""

@@ -69,19 +69,19 @@ from dcpstore.errors import (
     StoreError,
 )
 from dcpstore.format.checksum import BlockChecksummer, crc32c
-from dcpstore.format.keys import METADATA_KEY, data_key, save_id_of
 from dcpstore.format.manifest import DataObject, Path, StoredItem
 from dcpstore.format.metadata import planner_paths_of
+from dcpstore.format.seal import METADATA_KEY, data_key, save_id_of
 from dcpstore.plan.rules import Rename
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import Checkpoint
 from dcpstore.read.pump import Pump
 from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
-from dcpstore.store.base import Store, server_copier
+from dcpstore.store.base import ByteRange, Store, server_copier
 from dcpstore.store.budget import bytes_in_flight
 from dcpstore.store.folder import Folder
-from dcpstore.store.ranges import ByteRange, cut, join
+from dcpstore.store.ranges import cut, join
 from dcpstore.write.commit import Proof, probe, sweep
 from dcpstore.write.job import Written
 from dcpstore.write.writer import ObjectStoreWriter

@@ -27,15 +27,16 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcpstore.config import ReadConfig
+from dcpstore.format.dtypes import row_major_strides
 from dcpstore.format.payload import bands
 from dcpstore.plan.values import ValueRecord
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import BoxRead, Checkpoint
 from dcpstore.read.discovery import Discovered, discover
 from dcpstore.read.pump import Pump
-from dcpstore.store.base import Store
+from dcpstore.store.base import ByteRange, Store
 from dcpstore.store.folder import Folder
-from dcpstore.store.ranges import ByteRange, group, join, row_major_strides
+from dcpstore.store.ranges import group, join
 
 T = TypeVar("T")
 

@@ -57,9 +57,9 @@ from dcpstore.convert.torch.structure import (
     view_of,
 )
 from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
-from dcpstore.format.dtypes import dtype_name
-from dcpstore.format.keys import METADATA_KEY, save_id_of
+from dcpstore.format.dtypes import dtype_name, row_major_strides
 from dcpstore.format.payload import as_bytes
+from dcpstore.format.seal import METADATA_KEY, save_id_of
 from dcpstore.format.tensors import load_record
 from dcpstore.format.zip import TorchZipWriter, overhead_bytes
 from dcpstore.plan.rules import Rename
@@ -69,7 +69,6 @@ from dcpstore.read.checkpoint import BoxRead, Checkpoint, open_checkpoint
 from dcpstore.read.torch_file import Storages, unpickle
 from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
 from dcpstore.store.folder import Folder, file_location, parse_location
-from dcpstore.store.ranges import row_major_strides
 from dcpstore.torch_private import meta_storage, set_element, set_lazy_bits, storage_identity
 
 _ALIGN_BYTES = 16  # the largest element

@@ -28,7 +28,8 @@ from dcpstore.format.zip import append_crc32
 from dcpstore.read.pump import Call, Pump
 from dcpstore.read.torch_file import TensorPlace, TorchFile
 from dcpstore.report import Meter
-from dcpstore.store.ranges import ByteRange, group
+from dcpstore.store.base import ByteRange
+from dcpstore.store.ranges import group
 from dcpstore.torch_private import narrow
 
 _LEAST_MAPPED_BYTES = 1 << 20

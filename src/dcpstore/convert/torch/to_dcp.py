@@ -71,8 +71,8 @@ from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
 from dcpstore.report import Meter, Phases, Progress, ProgressCallback, SaveResult, show_progress
 from dcpstore.saving import save
+from dcpstore.store.base import ByteRange
 from dcpstore.store.folder import parse_location
-from dcpstore.store.ranges import ByteRange
 from dcpstore.torch_private import storage_identity, validate_global_plan
 from dcpstore.write.writer import ObjectStoreWriter
 
