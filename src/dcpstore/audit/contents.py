@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -54,87 +55,75 @@ from dcpstore.store.base import ByteRange, ObjectInfo, Store
 from dcpstore.text import count_text, size_text
 
 
-def name_of(one: ItemId) -> str:
+def _name_of(one: ItemId) -> str:
     """Name an item for people: the key, and where a chunk of it starts."""
     if not one.offsets or not any(one.offsets):
         return one.fqn
     return f"{one.fqn} at {list(one.offsets)}"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPiece:
-    """Bytes of one record: any of its header and trailer, whole blocks of its payload.
+def _inspect_record(
+    one: ItemId, item: StoredItem, span: ByteRange, data: memoryview
+) -> Iterator[Finding]:
+    """Yield a finding per run of bad blocks and per damaged side of the frame.
 
-    Attributes:
+    Args:
         one: Which item.
         item: Where it lies, with checksums.
-        span: Bytes of the object.
+        span: Any of the record's header and trailer, and whole blocks of its payload.
+        data: These bytes.
     """
+    yield from _inspect_blocks(one, item, span, data)
+    if item.kind == "raw":
+        yield from _inspect_frame(one, item, span, data)
 
-    one: ItemId
-    item: StoredItem
-    span: ByteRange
 
-    @property
-    def key(self) -> str:
-        """The object."""
-        return self.item.key
+def _inspect_blocks(
+    one: ItemId, item: StoredItem, span: ByteRange, data: memoryview
+) -> Iterator[Finding]:
+    payload = item.payload
+    assert item.checksums is not None
+    at = max(span.start, payload.start)
+    end = min(span.end, payload.end)
+    while at < end:
+        first = (at - payload.start) // item.block_bytes
+        view = data[at - span.start : end - span.start]
+        bad = find_bad_block(view, first, item.checksums, item.block_bytes)
+        if bad is None:
+            return
+        start = payload.start + bad * item.block_bytes
+        at = min(start + item.block_bytes, payload.end)
+        message = "not the bytes that were saved (CRC32C differs)"
+        yield Finding("checksum", message, item.key, _name_of(one), ByteRange(start, at))
 
-    def inspect(self, data: memoryview) -> Iterator[Finding]:
-        """Yield a finding per run of bad blocks and per damaged side of the frame."""
-        yield from self._inspect_blocks(data)
-        if self.item.kind == "raw":
-            yield from self._inspect_frame(data)
 
-    def _inspect_blocks(self, data: memoryview) -> Iterator[Finding]:
-        item, payload = self.item, self.item.payload
-        assert item.checksums is not None
-        at = max(self.span.start, payload.start)
-        end = min(self.span.end, payload.end)
-        while at < end:
-            first = (at - payload.start) // item.block_bytes
-            view = data[at - self.span.start : end - self.span.start]
-            bad = find_bad_block(view, first, item.checksums, item.block_bytes)
-            if bad is None:
-                return
-            start = payload.start + bad * item.block_bytes
-            at = min(start + item.block_bytes, payload.end)
+def _inspect_frame(
+    one: ItemId, item: StoredItem, span: ByteRange, data: memoryview
+) -> Iterator[Finding]:
+    layout = plan_record(dtype_from_name(item.dtype), item.sizes, object_offset=item.record.start)
+    sides = (
+        (ByteRange(item.record.start, item.payload.start), layout.header),
+        (ByteRange(item.payload.end, item.record.end), layout.trailer),
+    )
+    for side, expected in sides:
+        start, end = max(side.start, span.start), min(side.end, span.end)
+        if start >= end:
+            continue
+        found = data[start - span.start : end - span.start]
+        if found != expected[start - side.start : end - side.start]:
             yield Finding(
-                "checksum",
-                "not the bytes that were saved (CRC32C differs)",
-                self.key,
-                name_of(self.one),
-                ByteRange(start, at),
+                "framing",
+                "the bytes around the elements are damaged; dcpstore does not need them, but"
+                " stock torch does",
+                item.key,
+                _name_of(one),
+                ByteRange(start, end),
             )
 
-    def _inspect_frame(self, data: memoryview) -> Iterator[Finding]:
-        item = self.item
-        layout = plan_record(
-            dtype_from_name(item.dtype), item.sizes, object_offset=item.record.start
-        )
-        sides = (
-            (ByteRange(item.record.start, item.payload.start), layout.header),
-            (ByteRange(item.payload.end, item.record.end), layout.trailer),
-        )
-        for side, expected in sides:
-            start, end = max(side.start, self.span.start), min(side.end, self.span.end)
-            if start >= end:
-                continue
-            found = data[start - self.span.start : end - self.span.start]
-            if found != expected[start - side.start : end - side.start]:
-                yield Finding(
-                    "framing",
-                    "the bytes around the elements are damaged; dcpstore does not need them, but"
-                    " stock torch does",
-                    self.key,
-                    name_of(self.one),
-                    ByteRange(start, end),
-                )
 
-
-def cut_record(
+def _cut_record(
     one: ItemId, item: StoredItem, *, size_bytes: int, request_bytes: int
-) -> Iterator[BlockPiece]:
+) -> Iterator[Piece]:
     """Yield the pieces of a record that lie in an object of ``size_bytes``.
 
     A record that the object's end cuts off loses the block that is cut in two.
@@ -146,7 +135,8 @@ def cut_record(
             if limit < item.record.end:
                 return  # what is left of it is less than a block
             end = limit
-        yield BlockPiece(one, item, ByteRange(start, end))
+        span = ByteRange(start, end)
+        yield Piece(item.key, span, partial(_inspect_record, one, item, span))
         start = end
 
 
@@ -159,7 +149,7 @@ def _cut_at(item: StoredItem, position: int) -> int:
     return payload.start + whole
 
 
-def check_inline(one: ItemId, item: StoredItem, manifest_key: str) -> Iterator[Finding]:
+def _check_inline(one: ItemId, item: StoredItem, manifest_key: str) -> Iterator[Finding]:
     """Yield a finding if the copy in the manifest is not what its checksums say."""
     if item.inline is None or item.checksums is None:
         return
@@ -169,7 +159,7 @@ def check_inline(one: ItemId, item: StoredItem, manifest_key: str) -> Iterator[F
             "mismatch",
             "the copy in the manifest is not the value that was saved",
             manifest_key,
-            name_of(one),
+            _name_of(one),
         )
 
 
@@ -232,17 +222,23 @@ class SealedContents:
     Args:
         seals: The metadata objects, opened.
         config: Size of requests.
+
+    Attributes:
+        layout: Ours if any of the metadata objects is.
+        num_keys: Keys of the state dict.
+        num_items: Stored chunks and values.
+        data_keys: Objects that must be there, the metadata left out.
+        metadata_keys: The metadata objects, and the manifests that are objects of their own.
     """
 
     def __init__(self, seals: Sequence[Sealed], config: ReadConfig) -> None:
         self._seals = seals
         self._config = config
         self._objects: dict[str, DataObject] = {}
+        self._by_key: dict[str, list[tuple[ItemId, StoredItem]]] = {}
         for seal in seals:
             if seal.manifest is not None:
                 self._objects.update((one.key, one) for one in seal.manifest.objects)
-        self._by_key: dict[str, list[tuple[ItemId, StoredItem]]] = {}
-        for seal in seals:
             for one, item in seal.items.items():
                 for form in item.forms:
                     self._by_key.setdefault(form.key, []).append((one, form))
@@ -254,31 +250,13 @@ class SealedContents:
         self._unclaimed_bytes = 0
         self._changed_marks: list[str] = []
         self._newer: list[str] = []
-
-    @property
-    def layout(self) -> str:
-        """Ours if any of the metadata objects is."""
-        return "dcpstore" if any(seal.manifest is not None for seal in self._seals) else "dcp"
-
-    @property
-    def num_keys(self) -> int:
-        """Keys of the state dict."""
-        return len(set().union(*(seal.metadata.state_dict_metadata for seal in self._seals)))
-
-    @property
-    def num_items(self) -> int:
-        """Stored chunks and values."""
-        return sum(len(seal.items) for seal in self._seals)
-
-    @property
-    def data_keys(self) -> frozenset[str]:
-        """Objects that must be there, the metadata left out."""
-        return frozenset(self._by_key.keys() | self._objects.keys())
-
-    @property
-    def metadata_keys(self) -> frozenset[str]:
-        """The metadata objects, and the manifests that are objects of their own."""
-        return frozenset(key for one in self._seals for key in (one.key, one.manifest_key))
+        self.layout = "dcpstore" if any(seal.manifest is not None for seal in seals) else "dcp"
+        self.num_keys = len(set().union(*(seal.metadata.state_dict_metadata for seal in seals)))
+        self.num_items = sum(len(seal.items) for seal in seals)
+        self.data_keys = frozenset(self._by_key.keys() | self._objects.keys())
+        self.metadata_keys = frozenset(
+            key for seal in seals for key in (seal.key, seal.manifest_key)
+        )
 
     @property
     def checked_bytes(self) -> int:
@@ -292,7 +270,7 @@ class SealedContents:
             if seal.manifest is not None:
                 for one, item in seal.items.items():
                     for form in item.forms:
-                        yield from check_inline(one, form, seal.manifest_key)
+                        yield from _check_inline(one, form, seal.manifest_key)
         for key in sorted(self.data_keys):
             yield from self._compare_object(key, inventory)
         zips = ZipScan(store, self._config, self._coverage)
@@ -337,7 +315,7 @@ class SealedContents:
         for one, item, size_bytes in self._present(inventory):
             if item.checksums is None:
                 continue
-            for piece in cut_record(
+            for piece in _cut_record(
                 one, item, size_bytes=size_bytes, request_bytes=self._config.request_bytes
             ):
                 self._coverage.count(checked=piece.span.num_bytes)
@@ -362,7 +340,7 @@ class SealedContents:
 
     def _expected(self, one: ItemId, item: StoredItem) -> Expected:
         dtype, sizes = self._shapes.get(one, ("", None))
-        return Expected(item.key, item.record, name_of(one), dtype, sizes)
+        return Expected(item.key, item.record, _name_of(one), dtype, sizes)
 
     # --- notes -----------------------------------------------------------------------
 
@@ -408,7 +386,7 @@ def _time_of(keys: Iterable[str], inventory: Inventory) -> datetime | None:
 
 
 def _absence(key: str, items: Sequence[tuple[ItemId, StoredItem]], inventory: Inventory) -> Finding:
-    names = [name_of(one) for one, _ in items]
+    names = [_name_of(one) for one, _ in items]
     if key in inventory.refused:
         return Finding("unreadable", str(inventory.refused[key]), key)
     held = f"it held {count_text(len(names), 'item')}"
@@ -425,7 +403,7 @@ def _truncations(
         if item.record.end > size_bytes:
             lost = ByteRange(max(item.record.start, size_bytes), item.record.end)
             at = max(at, lost.end)
-            yield Finding("truncated", message, key, name_of(one), lost)
+            yield Finding("truncated", message, key, _name_of(one), lost)
     if at < expected_bytes:
         yield Finding("truncated", message, key, span=ByteRange(at, expected_bytes))
 
@@ -434,7 +412,7 @@ def _compare_chunks(metadata: Metadata, items: Mapping[ItemId, StoredItem]) -> I
     """Look for chunks that are not stored, and for tensors that their chunks do not make up."""
     for one in expected_items(metadata):
         if one not in items:
-            yield Finding("incomplete", "the metadata do not say where it lies", fqn=name_of(one))
+            yield Finding("incomplete", "the metadata do not say where it lies", fqn=_name_of(one))
     for flaw in find_flaws(metadata.state_dict_metadata):
         yield Finding("incomplete", flaw.text, fqn=flaw.fqn)
 
@@ -453,6 +431,17 @@ def _shapes(metadata: Metadata) -> Iterator[tuple[ItemId, tuple[str, tuple[int, 
 class FileContents:
     """A folder of safetensors files without DCP metadata, as its index or a listing tells.
 
+    Args:
+        store: Rooted at the folder.
+
+    Attributes:
+        layout: Always the same.
+        num_keys: Keys of the state dict; known once `examine` is done.
+        num_items: Stored tensors and shards; known likewise.
+        data_keys: The files.
+        metadata_keys: The index, if there is one.
+        checked_bytes: None: there is nothing to compare bytes with.
+
     Raises:
         CorruptError: If its index is damaged.
     """
@@ -461,37 +450,12 @@ class FileContents:
         found = find_files(store)
         self._keys = found.keys
         self._weight_map = found.weight_map
-        self._files: dict[str, Sequence[TensorInFile]] = {}
-
-    @property
-    def layout(self) -> str:
-        """Always the same."""
-        return "safetensors"
-
-    @property
-    def num_keys(self) -> int:
-        """Keys of the state dict."""
-        return len({one.fqn for tensors in self._files.values() for one in tensors})
-
-    @property
-    def num_items(self) -> int:
-        """Stored tensors and shards."""
-        return sum(map(len, self._files.values()))
-
-    @property
-    def data_keys(self) -> frozenset[str]:
-        """The files."""
-        return frozenset(self._keys)
-
-    @property
-    def metadata_keys(self) -> frozenset[str]:
-        """The index, if there is one."""
-        return frozenset() if self._weight_map is None else frozenset([INDEX_FILE])
-
-    @property
-    def checked_bytes(self) -> int:
-        """None: there is nothing to compare bytes with."""
-        return 0
+        self.layout = "safetensors"
+        self.num_keys = 0
+        self.num_items = 0
+        self.data_keys = frozenset(found.keys)
+        self.metadata_keys = frozenset() if found.weight_map is None else frozenset([INDEX_FILE])
+        self.checked_bytes = 0
 
     def examine(self, store: Store, inventory: Inventory, scanner: Scanner) -> Iterator[Finding]:
         """Compare everything with the headers; yield what is wrong, in no order."""
@@ -506,12 +470,15 @@ class FileContents:
             checked = list(
                 executor.map(lambda key: _examine_file(store, key, inventory.objects[key]), present)
             )
+        files: dict[str, Sequence[TensorInFile]] = {}
         for key, (tensors, found) in zip(present, checked, strict=True):
             if tensors is not None:
-                self._files[key] = tensors
+                files[key] = tensors
             yield from found
-        yield from _compare_shards(self._files)
-        for flaw in flaws_of_index(self._weight_map, self._files):
+        self.num_keys = len({one.fqn for tensors in files.values() for one in tensors})
+        self.num_items = sum(map(len, files.values()))
+        yield from _compare_shards(files)
+        for flaw in flaws_of_index(self._weight_map, files):
             yield Finding(*flaw)
 
     def notes(self) -> Iterator[str]:

@@ -13,13 +13,13 @@ A piece that looks wrong is fetched once more, in case it was damaged on the way
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, ConfigError, CorruptError, NotFoundError, StoreError
@@ -80,13 +80,11 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Sort by object and place; findings that say the same of adjacent bytes become one."""
     merged: list[Finding] = []
     for one in sorted(set(findings), key=_place):
-        if merged and _continues(merged[-1], one):
-            assert merged[-1].span is not None
-            assert one.span is not None
-            span = ByteRange(merged[-1].span.start, one.span.end)
-            merged[-1] = replace(merged[-1], span=span)
-        else:
+        joined = _joined(merged[-1], one) if merged else None
+        if joined is None:
             merged.append(one)
+        else:
+            merged[-1] = joined
     return tuple(merged)
 
 
@@ -95,15 +93,13 @@ def _place(one: Finding) -> tuple[str, int, int, str, str, str]:
     return one.key or "", start, end, one.fqn or "", one.kind, one.message
 
 
-def _continues(before: Finding, one: Finding) -> bool:
+def _joined(before: Finding, one: Finding) -> Finding | None:
+    """Return one finding for two that say the same of adjacent bytes; None for any other two."""
     if before.span is None or one.span is None or before.span.end != one.span.start:
-        return False
-    return (before.kind, before.key, before.fqn, before.message) == (
-        one.kind,
-        one.key,
-        one.fqn,
-        one.message,
-    )
+        return None
+    if replace(before, span=one.span) != one:
+        return None
+    return replace(one, span=ByteRange(before.span.start, one.span.end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,34 +156,19 @@ def take_inventory(store: Store, needed: Iterable[str], *, max_requests: int) ->
     return Inventory(found, refused, is_listed)
 
 
-class Piece(Protocol):
-    """Bytes of an object that can be judged by themselves."""
-
-    @property
-    def key(self) -> str:
-        """The object."""
-
-    @property
-    def span(self) -> ByteRange:
-        """Its bytes in the object."""
-
-    def inspect(self, data: memoryview) -> Iterable[Finding]:
-        """Judge the bytes of `span`. Called by any thread, twice if it finds something."""
-
-
 @dataclass(frozen=True, slots=True)
-class ScanStats:
-    """What a scan did.
+class Piece:
+    """Bytes of an object that can be judged by themselves.
 
     Attributes:
-        num_requests: Ranged GETs, retries not counted.
-        fetched_bytes: Bytes asked for.
-        peak_bytes: Most fetched bytes held at a time.
+        key: The object.
+        span: Its bytes in the object.
+        inspect: Judges the bytes of `span`. Called by any thread, twice if it finds something.
     """
 
-    num_requests: int
-    fetched_bytes: int
-    peak_bytes: int
+    key: str
+    span: ByteRange
+    inspect: Callable[[memoryview], Iterable[Finding]]
 
 
 class Scanner:
@@ -207,18 +188,17 @@ class Scanner:
         self._lock = threading.Lock()
         self._findings: list[Finding] = []
         self._lost_keys: set[str] = set()
-        self._num_requests = 0
-        self._fetched_bytes = 0
-
-    @property
-    def max_requests(self) -> int:
+        self.max_requests = config.max_requests
         """Requests in flight."""
-        return self._config.max_requests
+        self.num_requests = 0
+        """Ranged GETs so far, retries not counted."""
+        self.fetched_bytes = 0
+        """Bytes asked for so far."""
 
     @property
-    def stats(self) -> ScanStats:
-        """What was done so far."""
-        return ScanStats(self._num_requests, self._fetched_bytes, self._budget.peak_bytes)
+    def peak_bytes(self) -> int:
+        """Most fetched bytes held at a time."""
+        return self._budget.peak_bytes
 
     def run(self, pieces: Iterable[Piece]) -> list[Finding]:
         """Look into all pieces; return what was found, in no order.
@@ -237,7 +217,7 @@ class Scanner:
                 run, attrgetter("span"), max_bytes=lambda: self._config.request_bytes
             )
         )
-        with Pump(self._config.max_requests, "dcpstore-audit") as pump:
+        with Pump(self.max_requests, "dcpstore-audit") as pump:
             pump.run(joined, self._budget)
         return self._findings
 
@@ -257,8 +237,8 @@ class Scanner:
 
     def _look(self, key: str, span: ByteRange, pieces: Sequence[Piece]) -> list[Finding]:
         with self._lock:
-            self._num_requests += 1
-            self._fetched_bytes += span.num_bytes
+            self.num_requests += 1
+            self.fetched_bytes += span.num_bytes
         data = self._store.get_range(key, *span)
         found: list[Finding] = []
         for piece in pieces:

@@ -226,9 +226,9 @@ def verify_checkpoint(
         num_items=contents.num_items,
         num_objects=len(contents.data_keys),
         checked_bytes=contents.checked_bytes,
-        fetched_bytes=scanner.stats.fetched_bytes,
-        num_requests=scanner.stats.num_requests,
-        peak_bytes=scanner.stats.peak_bytes,
+        fetched_bytes=scanner.fetched_bytes,
+        num_requests=scanner.num_requests,
+        peak_bytes=scanner.peak_bytes,
         elapsed_s=monotonic() - began,
     )
 

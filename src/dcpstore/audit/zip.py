@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 from dcpstore.audit.scan import Finding, Piece, Scanner, loss_of
@@ -40,7 +41,7 @@ from dcpstore.store.ranges import cut
 _READ_AHEAD_BYTES = 4096
 
 
-class SparseBytes:
+class _SparseBytes:
     """A record of which only the parts that are looked at are fetched. One thread at a time.
 
     Args:
@@ -83,7 +84,7 @@ class _Place:
     frame: ByteRange
 
 
-def _place(data: SparseBytes, member: Member) -> _Place:
+def _place(data: _SparseBytes, member: Member) -> _Place:
     """Read a member's header and its descriptor, and compare them with the directory."""
     name = member.name.decode("utf-8", "replace")
     start, end = member.header_offset, member.next_offset
@@ -177,7 +178,7 @@ class Coverage:
             self.num_opaque += opaque
 
 
-def _judge_layout(expected: Expected, data: SparseBytes) -> tuple[list[_Place], list[Finding]]:
+def _judge_layout(expected: Expected, data: _SparseBytes) -> tuple[list[_Place], list[Finding]]:
     """Read the members; return them and what is wrong apart from their contents."""
     try:
         directory = read_directory(data.read, data.num_bytes, "it")
@@ -195,12 +196,12 @@ def _judge_layout(expected: Expected, data: SparseBytes) -> tuple[list[_Place], 
     return members, found + list(_judge_head(expected, data))
 
 
-def _looks_like_zip(data: SparseBytes) -> bool:
+def _looks_like_zip(data: _SparseBytes) -> bool:
     end = max(0, data.num_bytes - END_BYTES)
     return data.read(0, 4) == LOCAL_SIGNATURE or data.read(end, end + 4) == END_SIGNATURE
 
 
-def _judge_head(expected: Expected, data: SparseBytes) -> Iterator[Finding]:
+def _judge_head(expected: Expected, data: _SparseBytes) -> Iterator[Finding]:
     """Compare dtype and shape in the record with what the metadata say."""
     if expected.sizes is None:
         return
@@ -228,118 +229,34 @@ def _judge_contents(expected: Expected, member: _Place, crc32: int) -> Iterator[
         yield expected.finding("checksum", message, member.contents)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordPiece:
-    """A whole record, to be judged at once."""
-
-    expected: Expected
-    coverage: Coverage
-
-    @property
-    def key(self) -> str:
-        """The object."""
-        return self.expected.key
-
-    @property
-    def span(self) -> ByteRange:
-        """The record."""
-        return self.expected.record
-
-    def inspect(self, data: memoryview) -> Iterator[Finding]:
-        """Yield a finding per damaged member."""
-        record = SparseBytes(lambda start, end: data[start:end], len(data))
-        members, found = _judge_layout(self.expected, record)
-        for one in members:
-            if one.crc32:
-                crc32 = zlib.crc32(data[one.contents.start : one.contents.end])
-                found += _judge_contents(self.expected, one, crc32)
-        if not found:
-            _count(self.coverage, members)
-        yield from found
-
-
-def _count(coverage: Coverage, members: list[_Place]) -> None:
-    checked = sum(one.contents.num_bytes for one in members if one.crc32)
-    unchecked = sum(one.contents.num_bytes for one in members if not one.crc32)
-    coverage.count(checked=checked, unchecked=unchecked, opaque=not members)
-
-
-class LargeMember:
+class _LargeMember:
     """A member that is summed in parts. Thread-safe."""
 
     def __init__(self, expected: Expected, member: _Place) -> None:
-        self.expected = expected
-        self.member = member
+        self._expected = expected
+        self._member = member
         self._sums: dict[int, tuple[int, int]] = {}
 
-    def put(self, start: int, data: memoryview) -> None:
-        """Take the part that starts at byte ``start`` of the record."""
+    def pieces(self, request_bytes: int) -> Iterator[Piece]:
+        """Yield the parts to sum."""
+        at = self._expected.record.start
+        for part in cut(self._member.contents, request_bytes):
+            span = ByteRange(at + part.start, at + part.end)
+            yield Piece(self._expected.key, span, partial(self._sum, part.start))
+
+    def _sum(self, start: int, data: memoryview) -> tuple[Finding, ...]:
+        """Sum the part that starts at byte ``start`` of the record; see `verdict`."""
         self._sums[start] = (zlib.crc32(data), len(data))
+        return ()
 
     def verdict(self) -> Iterator[Finding]:
         """Yield a finding if all parts came and are not what was saved."""
-        if sum(size for _, size in self._sums.values()) != self.member.contents.num_bytes:
+        if sum(size for _, size in self._sums.values()) != self._member.contents.num_bytes:
             return  # the object is lost, which is a finding of its own
         total = 0
         for _, (crc32, size) in sorted(self._sums.items()):
             total = append_crc32(total, crc32, size)
-        yield from _judge_contents(self.expected, self.member, total)
-
-    def pieces(self, request_bytes: int) -> Iterator[MemberPiece]:
-        """Yield the parts to sum."""
-        for part in cut(self.member.contents, request_bytes):
-            yield MemberPiece(self, part)
-
-
-@dataclass(frozen=True, slots=True)
-class MemberPiece:
-    """A part of a large member."""
-
-    owner: LargeMember
-    part: ByteRange
-
-    @property
-    def key(self) -> str:
-        """The object."""
-        return self.owner.expected.key
-
-    @property
-    def span(self) -> ByteRange:
-        """Bytes of the object."""
-        start = self.owner.expected.record.start
-        return ByteRange(start + self.part.start, start + self.part.end)
-
-    def inspect(self, data: memoryview) -> tuple[Finding, ...]:
-        """Sum the part; the verdict falls when all parts are there."""
-        self.owner.put(self.part.start, data)
-        return ()
-
-
-def open_large(
-    store: Store, coverage: Coverage, expected: Expected
-) -> tuple[list[LargeMember], list[Finding]]:
-    """Read the directory of a large record, by a few small requests.
-
-    Returns:
-        The members that have a checksum, and what is wrong already.
-
-    Raises:
-        StoreError: If the store fails for good.
-    """
-    at = expected.record.start
-    data = SparseBytes(
-        lambda start, end: store.get_range(expected.key, at + start, at + end),
-        expected.record.num_bytes,
-    )
-    try:
-        members, found = _judge_layout(expected, data)
-    except (CorruptError, NotFoundError, StoreError) as error:
-        if isinstance(error, StoreError) and error.retryable:
-            raise
-        return [], [loss_of(expected.key, expected.record, error)]
-    if not found:
-        _count(coverage, members)
-    return [LargeMember(expected, one) for one in members if one.crc32], found
+        yield from _judge_contents(self._expected, self._member, total)
 
 
 class ZipScan:
@@ -355,7 +272,7 @@ class ZipScan:
         self._store = store
         self._config = config
         self._coverage = coverage
-        self._members: list[LargeMember] = []
+        self._members: list[_LargeMember] = []
         self._findings: list[Finding] = []
 
     def pieces(self, records: Iterable[Expected]) -> Iterator[Piece]:
@@ -363,28 +280,65 @@ class ZipScan:
         large = []
         for expected in records:
             if expected.record.num_bytes <= self._config.request_bytes:
-                yield RecordPiece(expected, self._coverage)
+                yield Piece(expected.key, expected.record, partial(self._inspect, expected))
             else:
                 large.append(expected)
         yield from self._large_pieces(iter(large))
+
+    def _inspect(self, expected: Expected, data: memoryview) -> list[Finding]:
+        """Judge a whole record; return a finding per damaged member."""
+        record = _SparseBytes(lambda start, end: data[start:end], len(data))
+        members, found = _judge_layout(expected, record)
+        for one in members:
+            if one.crc32:
+                crc32 = zlib.crc32(data[one.contents.start : one.contents.end])
+                found += _judge_contents(expected, one, crc32)
+        if not found:
+            self._count(members)
+        return found
+
+    def _count(self, members: list[_Place]) -> None:
+        checked = sum(one.contents.num_bytes for one in members if one.crc32)
+        unchecked = sum(one.contents.num_bytes for one in members if not one.crc32)
+        self._coverage.count(checked=checked, unchecked=unchecked, opaque=not members)
 
     def _large_pieces(self, records: Iterator[Expected]) -> Iterator[Piece]:
         """Open a batch of large records at a time, while the scan reads the batch before."""
         num_at_once = self._config.max_requests
         while batch := list(islice(records, num_at_once)):
             with ThreadPoolExecutor(num_at_once, "dcpstore-audit") as executor:
-                opened = list(executor.map(self._open, batch))
-            for members, found in opened:
+                opened = list(executor.map(self._open_twice_if_damaged, batch))
+            for expected, (members, found) in zip(batch, opened, strict=True):
                 self._findings += found
-                self._members += members
-                for member in members:
-                    yield from member.pieces(self._config.request_bytes)
+                if not found:
+                    self._count(members)
+                for one in members:
+                    if one.crc32:
+                        member = _LargeMember(expected, one)
+                        self._members.append(member)
+                        yield from member.pieces(self._config.request_bytes)
 
-    def _open(self, expected: Expected) -> tuple[list[LargeMember], list[Finding]]:
-        members, found = open_large(self._store, self._coverage, expected)
-        if found:  # a second look, in case it was damaged on the way
-            return open_large(self._store, self._coverage, expected)
-        return members, found
+    def _open_twice_if_damaged(self, expected: Expected) -> tuple[list[_Place], list[Finding]]:
+        members, found = self._open(expected)
+        return self._open(expected) if found else (members, found)
+
+    def _open(self, expected: Expected) -> tuple[list[_Place], list[Finding]]:
+        """Read the directory of a large record; return its members and what is wrong with them.
+
+        Raises:
+            StoreError: If the store fails for good.
+        """
+        at = expected.record.start
+        data = _SparseBytes(
+            lambda start, end: self._store.get_range(expected.key, at + start, at + end),
+            expected.record.num_bytes,
+        )
+        try:
+            return _judge_layout(expected, data)
+        except (CorruptError, NotFoundError, StoreError) as error:
+            if isinstance(error, StoreError) and error.retryable:
+                raise
+            return [], [loss_of(expected.key, expected.record, error)]
 
     def verdicts(self, scanner: Scanner) -> Iterator[Finding]:
         """Yield what is wrong with large records, after all their pieces were read."""
