@@ -23,7 +23,7 @@ import dcpstore
 from campaign import judge
 from campaign.models import URLS, Died, ModelUploads, Raw, World, open_model
 from campaign.schedule import Fault, Schedule
-from dcpstore.audit.prune import Place, Rules, find_in, remove
+from dcpstore.audit.prune import Place, Rules, find_leftovers, remove
 from dcpstore.ranks.exchange import BoardGroup
 from dcpstore.ranks.transport import BoardLostError
 from dcpstore.store import Store
@@ -333,7 +333,7 @@ class _Run:
             uploads_opener=lambda *_, **__: uploads,
         )
         with place as at:
-            remove(at, find_in(at, Rules(), self.world.clock))
+            remove(at, find_leftovers(at, Rules(), self.world.clock))
 
     def _prune_last(self, evidence: judge.Evidence) -> list[str]:
         """Prune when everything is two days old, without faults."""

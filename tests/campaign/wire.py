@@ -32,7 +32,6 @@ from campaign.schedule import Fault, Schedule, parse
 from campaign.server import BUCKET, Place, S3Server
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, ReadConfig, WriteConfig
 from dcpstore.audit import prune as leftovers
-from dcpstore.audit import prune as removal
 from dcpstore.store import Store, open_store
 from dcpstore.store.folder import parse_location
 from dcpstore.store.options import BotocoreCredentials
@@ -322,8 +321,8 @@ class Wire:
             store_opener=Opener(self.server.endpoint_url, "P0", engine_of(schedule)),
             uploads_opener=lambda *_, **__: self._uploads(place),
         )
-        found = leftovers.find_in(at, leftovers.Rules(), lambda: time.time() + ahead_s)
-        pruned = removal.remove(at, found)
+        found = leftovers.find_leftovers(at, leftovers.Rules(), lambda: time.time() + ahead_s)
+        pruned = leftovers.remove(at, found)
         for _, error in pruned.failed:
             raise error
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dcpstore.audit.doctor import Diagnosis, diagnose
-from dcpstore.audit.prune import Rules, find_leftovers
+from dcpstore.audit.prune import Place, Rules, find_leftovers
 from dcpstore.cli.main import main
 from dcpstore.config import ReadConfig
 from dcpstore.errors import AlreadyExistsError, ConfigError, ConflictError
@@ -191,7 +191,8 @@ def test_probes_that_cannot_be_deleted_are_named_and_pruned_later(s3_server):
     assert found.left_behind
     assert "left behind, because it could not be deleted" in str(found)
     s3_server.heal()
-    leftovers = find_leftovers(url, storage_options=options, rules=Rules(older_than_s=0))
+    with Place(url, options) as at:
+        leftovers = find_leftovers(at, Rules(older_than_s=0))
     assert {one.key for one in leftovers.removable} == set(found.left_behind)
 
 

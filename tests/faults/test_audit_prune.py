@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcpstore
-from dcpstore.audit.prune import Leftovers, Pruned, Rules, find_in, find_leftovers, prune, remove
+from dcpstore.audit.prune import Leftovers, Pruned, Rules, find_leftovers, remove
 from dcpstore.audit.prune import Place as Found
 from dcpstore.audit.verify import verify_checkpoint
 from dcpstore.cli.main import main
@@ -53,7 +53,7 @@ def place_of(store: Store, uploads: Any = None) -> Found:
 
 
 def find(store: Store, rules: Rules = LATER, clock: Any = in_two_days) -> Leftovers:
-    return find_in(place_of(store), rules, clock)
+    return find_leftovers(place_of(store), rules, clock)
 
 
 def removable(found: Leftovers) -> list[str]:
@@ -110,7 +110,7 @@ def test_what_an_unsealed_save_left_is_removed_and_the_checkpoint_stays_whole(la
     for key in (DATA, OTHER, MANIFEST):
         store.put(key, b"1234")
     with place_of(store) as at:
-        found = find_in(at, LATER, in_two_days)
+        found = find_leftovers(at, LATER, in_two_days)
         assert sorted(removable(found)) == sorted([DATA, OTHER, MANIFEST])
         assert found.num_bytes == 12
         pruned = remove(at, found)
@@ -137,7 +137,7 @@ def test_every_folder_of_a_run_is_judged_by_its_own_metadata():
     store.put(f"step-3/{OTHER}", b"1")
     before = keys_of(store)
     with place_of(store) as at:
-        remove(at, find_in(at, LATER, in_two_days))
+        remove(at, find_leftovers(at, LATER, in_two_days))
     assert before - keys_of(store) == {f"step-1/{DATA}", f"step-3/{OTHER}"}
 
 
@@ -165,8 +165,8 @@ def test_data_of_stock_writers_are_leftovers_on_request_where_nothing_refers_to_
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "__0_0.distcp").write_bytes(b"1")
     with Found(tmp_path) as at:
-        assert not find_in(at, LATER, in_two_days).removable
-        found = find_in(at, Rules(include_stock=True), in_two_days)
+        assert not find_leftovers(at, LATER, in_two_days).removable
+        found = find_leftovers(at, Rules(include_stock=True), in_two_days)
     assert removable(found) == ["open/__0_0.distcp", "sealed/__7_0.distcp"]
 
 
@@ -179,7 +179,8 @@ def test_probes_that_the_doctor_could_not_delete_are_leftovers():
 
 
 def test_an_empty_prefix_has_no_leftovers(tmp_path):
-    found = find_leftovers(tmp_path / "nothing")
+    with Found(tmp_path / "nothing") as at:
+        found = find_leftovers(at)
     assert (found.removable, found.kept, found.num_objects) == ((), (), 0)
 
 
@@ -309,7 +310,7 @@ def test_metadata_that_were_listed_and_are_then_not_found_keep_their_folder():
             return super().get(key)
 
     with place_of(ForgetsOnce(store)) as at:
-        found = find_in(at, LATER, in_two_days)
+        found = find_leftovers(at, LATER, in_two_days)
         assert not found.removable
         assert "was listed, and then not found" in reasons(found)
         assert not remove(at, found).removed
@@ -337,7 +338,7 @@ def test_objects_that_metadata_of_a_folder_above_refer_to_are_kept(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "__0_0.distcp").rename(tmp_path / "sub" / "__0_0.distcp")
     with Found(tmp_path) as at:
-        assert not find_in(at, Rules(include_stock=True), in_two_days).removable
+        assert not find_leftovers(at, Rules(include_stock=True), in_two_days).removable
 
 
 @pytest.mark.parametrize(("layout", "num_objects"), [(HERE, 1), (APART, 2)])
@@ -348,7 +349,7 @@ def test_what_was_sealed_after_the_look_is_not_deleted(layout, num_objects):
         store.put(key, elsewhere.get(key).data)
     store.put(OTHER, b"1")
     with place_of(store) as at:
-        found = find_in(at, LATER, in_two_days)
+        found = find_leftovers(at, LATER, in_two_days)
         assert len(found.removable) == num_objects + 1
         store.put(".metadata", elsewhere.get(".metadata").data)
         pruned = remove(at, found)
@@ -361,7 +362,7 @@ def test_metadata_that_cannot_be_read_any_more_stop_the_deletion():
     store.put(DATA, b"1")
     faulty = FaultyStore(store)
     with place_of(faulty) as at:
-        found = find_in(at, LATER, in_two_days)
+        found = find_leftovers(at, LATER, in_two_days)
         faulty.add(StoreFault("denied", "get", times=None))
         pruned = remove(at, found)
     assert not pruned.removed
@@ -385,7 +386,7 @@ def test_whatever_a_crashed_save_leaves_is_removed_once_it_is_old_enough(is_over
         left = keys_of(store)
         assert not find(store, clock=time.time).removable, "it may still be running"
         with place_of(store) as at:
-            pruned = remove(at, find_in(at, LATER, in_two_days))
+            pruned = remove(at, find_leftovers(at, LATER, in_two_days))
         assert not pruned.failed
         has_removed |= bool(pruned.removed)
         if ".metadata" in left:
@@ -410,7 +411,7 @@ def test_pruning_at_any_request_of_a_save_takes_nothing_that_it_needs(is_overwri
         def _take(self, verb: str, key: str) -> Any:
             with place_of(store) as at:
                 self.num_pruned += 1
-                assert not remove(at, find_in(at, LATER, almost_a_day_later)).removed
+                assert not remove(at, find_leftovers(at, LATER, almost_a_day_later)).removed
             return super()._take(verb, key)
 
     def almost_a_day_later() -> float:
@@ -460,7 +461,7 @@ def found_at(place: Place) -> Found:
 
 def prune_place(place: Place) -> Pruned:
     with found_at(place) as at:
-        return remove(at, find_in(at, LATER, in_two_days))
+        return remove(at, find_leftovers(at, LATER, in_two_days))
 
 
 def test_a_bucket_is_pruned_of_objects_and_open_uploads(any_place: Place):
@@ -488,7 +489,7 @@ def test_a_bucket_that_refuses_delete_loses_nothing_and_says_so(any_place: Place
     pruned = prune_place(any_place)
     assert not pruned.removed
     assert [one.key for one, _ in pruned.failed] == [DATA, OTHER]
-    assert "access is denied" in str(pruned)
+    assert "access is denied" in str(pruned.failed[0][1])
     assert any_place.content() == before
 
 
@@ -518,9 +519,10 @@ def test_a_young_upload_keeps_its_folder(tmp_path):
     import os
 
     os.utime(tmp_path / DATA, (1000, 1000))
-    assert not find_leftovers(tmp_path).removable
-    os.utime(tmp_path / f"{OTHER}#1", (1000, 1000))
-    pruned = prune(tmp_path)
+    with Found(tmp_path) as at:
+        assert not find_leftovers(at).removable
+        os.utime(tmp_path / f"{OTHER}#1", (1000, 1000))
+        pruned = remove(at, find_leftovers(at))
     assert sorted(one.kind for one in pruned.removed) == ["object", "upload"]
     assert [path.name for path in Path(tmp_path).iterdir()] == ["notes#1"]
 

@@ -30,7 +30,7 @@ from dcpstore.store import open_store
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.store.folder import Folder, parse_location
 from dcpstore.store.uploads import OpenUpload, OpenUploads, open_uploads_at
-from dcpstore.text import age_text, count_text, size_text
+from dcpstore.text import age_text
 from dcpstore.write.commit import keys_named_in
 
 _MAX_REQUESTS = 32
@@ -40,28 +40,13 @@ class UnsureError(Exception):
     """It cannot be told what a folder's metadata refer to."""
 
 
-def referenced_keys(
-    store: Store, folder: str, ranks: Iterable[int], listed: Collection[str] = ()
-) -> frozenset[str]:
-    """Return every key that a sealed checkpoint in a folder refers to, metadata included.
-
-    Args:
-        store: Rooted anywhere above.
-        folder: Relative to the store's root; empty, or with a slash at its end.
-        ranks: Whose own metadata (``use_collectives=False``) to look for.
-        listed: Keys of metadata that a listing showed: not to find one of them proves nothing.
+def _referred_by(store: Store, folder: str, name: str, listed: Collection[str]) -> frozenset[str]:
+    """Return the keys that one metadata object refers to, its own included.
 
     Raises:
-        UnsureError: If any metadata object is there that cannot be read whole.
+        UnsureError: If it is there and cannot be read whole.
         StoreError: If the store fails for good.
     """
-    names = [METADATA_KEY, *map(metadata_key, sorted(set(ranks)))]
-    with ThreadPoolExecutor(_MAX_REQUESTS, "dcpstore-audit") as executor:
-        found = executor.map(lambda name: _referred_by(store, folder, name, listed), names)
-        return frozenset().union(*found)
-
-
-def _referred_by(store: Store, folder: str, name: str, listed: Collection[str]) -> frozenset[str]:
     key = folder + name
     try:
         keys = _read(store, folder, name)
@@ -74,18 +59,13 @@ def _referred_by(store: Store, folder: str, name: str, listed: Collection[str]) 
             raise
         raise UnsureError(f"{key} may not be read: {error}") from error
     except CheckpointError:
-        # An overwrite may have swept the manifest after the metadata was read.
-        keys = _read_again(store, folder, name)
+        try:  # an overwrite may have swept the manifest after the metadata was read
+            keys = _read(store, folder, name)
+        except CheckpointError as error:
+            if isinstance(error, StoreError) and error.retryable:
+                raise
+            raise UnsureError(f"{key} is there, but {error}") from error
     return frozenset({key, *(folder + one for one in keys)})
-
-
-def _read_again(store: Store, folder: str, name: str) -> set[str]:
-    try:
-        return _read(store, folder, name)
-    except CheckpointError as error:
-        if isinstance(error, StoreError) and error.retryable:
-            raise
-        raise UnsureError(f"{folder}{name} is there, but {error}") from error
 
 
 def _read(store: Store, folder: str, name: str) -> set[str]:
@@ -182,17 +162,6 @@ class Leftovers:
         """Bytes of what is removable, where the store tells them."""
         return sum(one.size_bytes or 0 for one in self.removable)
 
-    def __str__(self) -> str:
-        found = f"{count_text(len(self.removable), 'leftover')}, {size_text(self.num_bytes)}"
-        return "\n".join([f"{self.url}: {found}", *self._lines()])
-
-    def _lines(self) -> Iterator[str]:
-        yield from (f"  {one.kind}: {one.key}" for one in self.removable)
-        for kept in self.kept:
-            where = kept.folder or "the folder itself"
-            yield f"  kept in {where}: {count_text(len(kept.leftovers), 'leftover')}: {kept.reason}"
-        yield from (f"  note: {note}" for note in self.notes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
@@ -250,39 +219,20 @@ class Place:
 
 
 def find_leftovers(
-    url: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    config: ReadConfig | None = None,
-    rules: Rules | None = None,
-    clock: Callable[[], float] = time.time,
+    at: Place, rules: Rules | None = None, clock: Callable[[], float] = time.time
 ) -> Leftovers:
-    """Look for what saves left below a URL. Changes nothing.
+    """Look for what saves left. Changes nothing.
 
     Args:
-        url: A checkpoint's folder, or one above many.
-        storage_options: fsspec's options for its protocol.
-        config: Engine and retries.
+        at: A checkpoint's folder, or one above many.
         rules: What counts as left over.
         clock: Seconds since the epoch, to tell the ages of objects by.
 
     Raises:
-        ConfigError: If the URL or an option is wrong.
         NotFoundError: If there is no such bucket.
         StoreError: If the store refuses to list, or fails.
     """
-    with Place(url, storage_options, config) as at:
-        return find_in(at, rules or Rules(), clock)
-
-
-def find_in(at: Place, rules: Rules, clock: Callable[[], float] = time.time) -> Leftovers:
-    """Look for leftovers in an open place; otherwise as `find_leftovers`.
-
-    Args:
-        at: Where.
-        rules: What counts as left over.
-        clock: Seconds since the epoch.
-    """
+    rules = rules or Rules()
     folders: dict[str, _Folder] = {}
     listed: set[str] = set()
     num_objects = 0
@@ -386,7 +336,7 @@ class References:
     Args:
         store: Rooted above all folders.
         ranks: Per folder, the ranks whose own metadata may lie there.
-        listed: Keys of metadata that a listing showed.
+        listed: Keys of metadata that a listing showed: not to find one of them proves nothing.
     """
 
     def __init__(
@@ -412,8 +362,13 @@ class References:
 
     def _read(self, folder: str) -> frozenset[str]:
         if folder not in self._known:
-            ranks = self._ranks.get(folder, ())
-            self._known[folder] = referenced_keys(self._store, folder, ranks, self._listed)
+            ranks = sorted(set(self._ranks.get(folder, ())))
+            names = [METADATA_KEY, *map(metadata_key, ranks)]
+            with ThreadPoolExecutor(_MAX_REQUESTS, "dcpstore-audit") as executor:
+                found = executor.map(
+                    lambda name: _referred_by(self._store, folder, name, self._listed), names
+                )
+                self._known[folder] = frozenset().union(*found)
         return self._known[folder]
 
 
@@ -438,12 +393,12 @@ def _why_too_young(left: Iterable[Leftover], rules: Rules, now_s: float) -> str:
     return ""
 
 
-_Failures: TypeAlias = "list[tuple[Leftover, CheckpointError]]"
+_Failure: TypeAlias = "tuple[Leftover, CheckpointError]"
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` did.
+    """What `remove` did.
 
     Attributes:
         found: What there was.
@@ -453,49 +408,22 @@ class Pruned:
 
     found: Leftovers
     removed: tuple[Leftover, ...]
-    failed: tuple[tuple[Leftover, CheckpointError], ...] = ()
+    failed: tuple[_Failure, ...] = ()
 
     @property
     def removed_bytes(self) -> int:
         """Bytes of what was removed, where the store told them."""
         return sum(one.size_bytes or 0 for one in self.removed)
 
-    def __str__(self) -> str:
-        removed = f"removed {count_text(len(self.removed), 'leftover')}"
-        lines = [f"{self.found.url}: {removed}, {size_text(self.removed_bytes)}"]
-        lines += [f"  still there: {one.key}: {error}" for one, error in self.failed]
-        return "\n".join(lines)
-
-
-def prune(
-    url: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    config: ReadConfig | None = None,
-    rules: Rules | None = None,
-    clock: Callable[[], float] = time.time,
-) -> Pruned:
-    """Remove what `find_leftovers` finds, for the same arguments.
-
-    What the store refuses to delete stays and is told in the result; nothing else changes.
-
-    Raises:
-        ConfigError: If the URL or an option is wrong.
-        NotFoundError: If there is no such bucket.
-        StoreError: If the store refuses to list, or fails before anything was deleted.
-    """
-    with Place(url, storage_options, config) as at:
-        return remove(at, find_in(at, rules or Rules(), clock))
-
 
 def remove(at: Place, found: Leftovers) -> Pruned:
     """Remove leftovers that were found, folder by folder.
 
     The metadata of each folder are read once more right before: whatever was sealed since
-    stays.
+    stays. What the store refuses to delete stays too and is told in the result.
     """
     removed: list[Leftover] = []
-    failed: _Failures = []
+    failed: list[_Failure] = []
     for folder in sorted({one.folder for one in found.removable}):
         doomed = [one for one in found.removable if one.folder == folder]
         try:
@@ -504,9 +432,7 @@ def remove(at: Place, found: Leftovers) -> Pruned:
             reason = StoreError(f"nothing was deleted in {folder or at.url}: {error}")
             failed += [(one, reason) for one in doomed]
             continue
-        uploads = [one for one in doomed if one.upload is not None]
-        objects = [one for one in doomed if one.upload is None]
-        lost = _abort(at.uploads, uploads) + _delete(at.store, objects)
+        lost = _abort(at.uploads, doomed) + _delete(at.store, doomed)
         failed += lost
         kept = {id(one) for one, _ in lost}
         removed += [one for one in doomed if id(one) not in kept]
@@ -519,26 +445,31 @@ def _still_unreferenced(store: Store, folder: str, doomed: list[Leftover]) -> li
     return [one for one in doomed if one.upload or one.key not in referenced]
 
 
-def _abort(uploads: OpenUploads | None, doomed: Sequence[Leftover]) -> _Failures:
-    failed: _Failures = []
+def _abort(uploads: OpenUploads | None, doomed: Sequence[Leftover]) -> list[_Failure]:
+    failed = []
     for one in doomed:
-        assert uploads is not None
-        assert one.upload is not None
-        try:
-            uploads.abort(one.upload)
-        except CheckpointError as error:
-            failed.append((one, error))
+        if uploads is not None and one.upload is not None:
+            try:
+                uploads.abort(one.upload)
+            except CheckpointError as error:
+                failed.append((one, error))
     return failed
 
 
-def _delete(store: Store, doomed: Sequence[Leftover]) -> _Failures:
-    if not doomed:
-        return []
+def _delete(store: Store, doomed: Sequence[Leftover]) -> list[_Failure]:
+    objects = {one.key: one for one in doomed if one.upload is None}
+    return [(objects[key], error) for key, error in delete_all(store, list(objects)).items()]
+
+
+def delete_all(store: Store, keys: Sequence[str]) -> dict[str, CheckpointError]:
+    """Delete objects; return those that may still be there, each with the reason."""
+    if not keys:
+        return {}
     try:
-        store.delete_many([one.key for one in doomed])
+        store.delete_many(keys)
     except CheckpointError as error:
-        return [(one, error) for one in doomed if _may_be_there(store, one.key)]
-    return []
+        return {key: error for key in keys if _may_be_there(store, key)}
+    return {}
 
 
 def _may_be_there(store: Store, key: str) -> bool:

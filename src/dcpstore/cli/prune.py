@@ -12,10 +12,11 @@ from dcpstore.audit.prune import (
     DEFAULT_AGE_S,
     Leftover,
     Leftovers,
+    Place,
     Pruned,
     Rules,
     find_leftovers,
-    prune,
+    remove,
 )
 from dcpstore.cli.connection import add_connection_arguments, read_connection
 from dcpstore.cli.output import ExitCode, Output, exit_code_of, format_age, format_time, table
@@ -60,14 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> ExitCode:
     """Find or prune; see `dcpstore.audit.prune`."""
     connection = read_connection(args, args.url, out)
-    action = prune if args.yes else find_leftovers
-    result = action(
-        connection.url,
-        storage_options=connection.storage_options,
-        config=connection.read_config,
-        rules=Rules(older_than_s=args.older_than, include_stock=args.stock),
-    )
-    found, pruned = (result.found, result) if isinstance(result, Pruned) else (result, None)
+    rules = Rules(older_than_s=args.older_than, include_stock=args.stock)
+    with Place(connection.url, connection.storage_options, connection.read_config) as at:
+        found = find_leftovers(at, rules)
+        pruned = remove(at, found) if args.yes else None
     now = datetime.now(timezone.utc)
     out.result("dcpstore.prune/1", _document(found, pruned), _lines(found, pruned, now))
     for note in found.notes:
