@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from dcpstore.text import names_text, size_text, table, times
 
@@ -89,15 +89,24 @@ def show_progress(
     if not (wants_bar and is_coordinator):
         yield Meter(action)
         return
+    with progress_bar(action) as show:
+        yield Meter(action, show)
+
+
+@contextmanager
+def progress_bar(action: str, stream: TextIO | None = None) -> Iterator[ProgressCallback]:
+    """Show a bar on a stream, or on standard error; yields what moves it."""
     from tqdm.auto import tqdm
 
-    with tqdm(desc=action, unit="B", unit_scale=True, unit_divisor=1024, leave=False) as bar:
+    with tqdm(
+        desc=action, unit="B", unit_scale=True, unit_divisor=1024, leave=False, file=stream
+    ) as bar:
 
         def show(state: Progress) -> None:
             bar.total = max(state.total_bytes, state.done_bytes)
             bar.update(state.done_bytes - bar.n)
 
-        yield Meter(action, show)
+        yield show
 
 
 class Phases:

@@ -42,7 +42,7 @@ _HARMLESS_PARAMETERS = frozenset(
     {"uploadId", "uploads", "partNumber", "comp", "restype", "list-type"}
 )
 _LONG = re.compile(r"[A-Za-z0-9+/=_-]{40,}")
-_AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_AGES = ((365 * 86400, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _MOST_PER_CHARACTER = 24  # the header of a safetensors file takes 16 with the shortest names
 _ALWAYS_ALLOWED_BYTES = 64 << 20
 # What CPython takes for one: a list, a dict with a first entry, a string, one more place.
@@ -113,15 +113,13 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def age_text(age_s: float | None) -> str:
-    """Write an age in its largest unit: ``"3 d"``; a negative one lies in the future."""
-    if age_s is None:
-        return "unknown"
+def age_text(age_s: float) -> str:
+    """Write an age in whole numbers of its largest unit: ``"3 d"``; a negative one is ahead."""
     if age_s < 0:
         return f"-{age_text(-age_s)}"
     for unit_s, unit in _AGES:
         if age_s >= unit_s:
-            return f"{age_s / unit_s:.0f} {unit}"
+            return f"{age_s // unit_s:.0f} {unit}"
     return "0 s"
 
 

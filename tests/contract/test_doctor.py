@@ -112,7 +112,7 @@ def test_a_server_that_ignores_a_condition_is_not_fit(ignored, name):
     assert "the condition is ignored" in check.detail
     assert "two jobs that save to one URL" in check.advice
     assert not found.is_healthy
-    assert "NOT FIT FOR CHECKPOINTS (1 failed" in str(found)
+    assert "NOT FIT FOR CHECKPOINTS (1 failed" in "".join(found.summary())
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
@@ -189,7 +189,7 @@ def test_probes_that_cannot_be_deleted_are_named_and_pruned_later(s3_server):
     s3_server.add_fault(Fault("DeleteObjects", status=403, code="AccessDenied", times=-1))
     found = diagnose(url, storage_options=options, **SMALL)
     assert found.left_behind
-    assert "left behind, because it could not be deleted" in str(found)
+    assert "left behind, because it could not be deleted" in "".join(found.summary())
     s3_server.heal()
     with Place(url, options) as at:
         leftovers = find_leftovers(at, Rules(older_than_s=0))

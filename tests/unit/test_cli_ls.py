@@ -152,7 +152,7 @@ def test_without_the_right_to_list_one_checkpoint_can_still_be_looked_at(tmp_pat
     listing = list_checkpoints(refusing(tmp_path, "list"))
     (one,) = listing.checkpoints
     assert listing.was_refused
-    assert (one.name, one.layout, one.is_sealed, one.num_bytes) == ("", "dcpstore", True, None)
+    assert (one.name, one.layout, one.sealed, one.num_bytes) == ("", "dcpstore", True, None)
     assert one.remark == "the store refused to list"
 
 

@@ -104,7 +104,7 @@ def test_totals_add_up_elements_bytes_and_dtypes() -> None:
     assert totals.num_elements == 32 + 16 + 2
     assert totals.num_bytes == 4 * (32 + 16 + 2) + 50
     assert totals.stored_bytes == 4 * (32 + 16 + 2) + 4 * 600 + 50
-    assert totals.by_dtype == (("float32", 136), ("int32", 64))
+    assert totals.num_bytes_by_dtype == {"float32": 136, "int32": 64}
 
 
 def test_an_outline_joins_prefixes_that_do_not_fork() -> None:

@@ -120,14 +120,14 @@ class DescribedObject:
         rank: That wrote it, where the name tells.
         num_items: Records in it.
         stored_bytes: Of these records.
-        size_bytes: Of the object, where the metadata tell.
+        num_bytes: Of the object, where the metadata tell.
     """
 
     key: str
     rank: int | None
     num_items: int
     stored_bytes: int
-    size_bytes: int | None
+    num_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ def _finish(
 def _merge(url: str, parts: list[Description]) -> Description:
     """Join what ranks sealed each for itself (``use_collectives=False``)."""
     entries = [entry for part in parts for entry in part.entries]
-    sizes = {one.key: one.size_bytes for part in parts for one in part.objects}
+    sizes = {one.key: one.num_bytes for part in parts for one in part.objects}
     joined = _finish(url, parts[0].layout, entries, sizes)
     remark = (
         f"sealed by {count_text(len(parts), 'rank')}, each for itself: keys may come once per rank"
@@ -424,7 +424,7 @@ class Totals:
         num_shards: Stored pieces of both.
         num_bytes: Of the tensors in memory and of the values as stored.
         stored_bytes: Of their records.
-        by_dtype: Bytes in memory per dtype, the largest first.
+        num_bytes_by_dtype: Bytes in memory per dtype, the largest first.
     """
 
     num_tensors: int
@@ -433,7 +433,7 @@ class Totals:
     num_shards: int
     num_bytes: int
     stored_bytes: int
-    by_dtype: tuple[tuple[str, int], ...]
+    num_bytes_by_dtype: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,22 +491,19 @@ def sort_entries(
 
 def sum_up(entries: Iterable[Described]) -> Totals:
     """Add entries up."""
-    num_tensors = num_values = num_elements = num_shards = num_bytes = stored_bytes = 0
-    by_dtype: dict[str, int] = {}
-    for entry in entries:
-        size_bytes = entry.num_bytes
-        if entry.is_tensor:
-            num_tensors += 1
-            num_elements += entry.num_elements
-            by_dtype[entry.dtype] = by_dtype.get(entry.dtype, 0) + size_bytes
-        else:
-            num_values += 1
-        num_shards += len(entry.shards)
-        num_bytes += size_bytes
-        stored_bytes += entry.stored_bytes
-    largest_first = tuple(sorted(by_dtype.items(), key=lambda pair: (-pair[1], pair[0])))
+    entries = list(entries)
+    tensors = [entry for entry in entries if entry.is_tensor]
+    by_dtype: Counter[str] = Counter()
+    for entry in tensors:
+        by_dtype[entry.dtype] += entry.num_bytes
     return Totals(
-        num_tensors, num_values, num_elements, num_shards, num_bytes, stored_bytes, largest_first
+        num_tensors=len(tensors),
+        num_values=len(entries) - len(tensors),
+        num_elements=sum(entry.num_elements for entry in tensors),
+        num_shards=sum(len(entry.shards) for entry in entries),
+        num_bytes=sum(entry.num_bytes for entry in entries),
+        stored_bytes=sum(entry.stored_bytes for entry in entries),
+        num_bytes_by_dtype=dict(sorted(by_dtype.items(), key=lambda pair: (-pair[1], pair[0]))),
     )
 
 

@@ -347,9 +347,6 @@ def _short(value: object) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 
-_MAX_SHOWN = 20
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """What `compare_checkpoints` found.
@@ -361,7 +358,7 @@ class Comparison:
         num_equal: Keys that are the same in both (without values, if these were left out).
         num_by_checksum: Keys whose contents were told apart or equal by checksums alone.
         num_read: Keys whose contents were read.
-        with_values: Whether values were compared.
+        values_compared: Whether values were compared.
         fetched_bytes: Bytes of data asked of both stores.
         num_requests: Requests for data, retries not counted.
         elapsed_s: Seconds the whole took.
@@ -373,7 +370,7 @@ class Comparison:
     num_equal: int
     num_by_checksum: int
     num_read: int
-    with_values: bool
+    values_compared: bool
     fetched_bytes: int
     num_requests: int
     elapsed_s: float
@@ -387,7 +384,7 @@ class Comparison:
         """Describe everything but the differences, in a few lines."""
         told = (
             f"{self.num_by_checksum:,} by checksum, {self.num_read:,} by reading"
-            if self.with_values
+            if self.values_compared
             else "not compared"
         )
         number = count_text(len(self.differences), "difference")
@@ -402,12 +399,6 @@ class Comparison:
                 f" {count_text(self.num_requests, 'request')}, {self.elapsed_s:.1f} s",
             },
         )
-
-    def __str__(self) -> str:
-        lines = [self.summary(), *map(str, self.differences[:_MAX_SHOWN])]
-        if len(self.differences) > _MAX_SHOWN:
-            lines.append(f"and {len(self.differences) - _MAX_SHOWN:,} more, see `differences`")
-        return "\n".join(lines)
 
 
 def compare_checkpoints(
@@ -464,7 +455,7 @@ def compare_checkpoints(
             num_equal=len(same) - len(told.differences),
             num_by_checksum=told.num_by_checksum,
             num_read=told.num_read,
-            with_values=values,
+            values_compared=values,
             fetched_bytes=one.stats.fetched_bytes + other.stats.fetched_bytes,
             num_requests=one.stats.num_requests + other.stats.num_requests,
             elapsed_s=monotonic() - began,

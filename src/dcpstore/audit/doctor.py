@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
-from dcpstore.audit.prune import Place
+from dcpstore.audit.prune import Place, delete_all
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.errors import (
     AlreadyExistsError,
@@ -216,7 +216,8 @@ class Probes:
         self._put_keys: set[str] = set()
         self._put_at_s = (0.0, 0.0)
         self.readable_key = self._key("small")
-        """What the checks that only read look at."""
+        """What is fetched: an object that was put, or a checkpoint's metadata."""
+        self._content = _CONTENT
         self.measured = Measured()
 
     def _key(self, name: str) -> str:
@@ -259,14 +260,19 @@ class Probes:
         return Verdict(f"stored {len(_CONTENT)} bytes")
 
     def get(self) -> Verdict:
-        """Get the object that was put."""
-        found = bytes(self._store.get(self._key("small")).data)
-        return _compare(found, _CONTENT, f"the {len(found)} bytes that were put")
+        """Get the object that was put, or the metadata of the checkpoint at the URL."""
+        found = bytes(self._store.get(self.readable_key).data)
+        if self.readable_key in self._put_keys:
+            return _compare(found, _CONTENT, f"the {len(found)} bytes that were put")
+        self._content = found
+        return Verdict(f"{self.readable_key} of {len(found)} bytes")
 
     def get_range(self) -> Verdict:
         """Get a part of it."""
-        found = bytes(self._store.get_range(self._key("small"), 100, 613))
-        return _compare(found, _CONTENT[100:613], "exactly the bytes asked for")
+        start = len(self._content) // 10
+        end = start + max(1, len(self._content) // 2)
+        found = bytes(self._store.get_range(self.readable_key, start, end))
+        return _compare(found, self._content[start:end], "exactly the bytes asked for")
 
     def head(self) -> Verdict:
         """Look it up without its bytes."""
@@ -274,18 +280,6 @@ class Probes:
         if info.size_bytes != len(_CONTENT):
             return Verdict(f"its size is said to be {info.size_bytes}", "failed")
         return Verdict("size and time are told")
-
-    def get_readable(self) -> Verdict:
-        """Get the metadata of the checkpoint at the URL, for who may not put."""
-        found = self._store.get(self.readable_key)
-        return Verdict(f"{self.readable_key} of {len(found.data)} bytes")
-
-    def get_readable_range(self) -> Verdict:
-        """Get a part of them."""
-        whole = self._store.get(self.readable_key).data
-        end = max(1, len(whole) // 2)
-        found = bytes(self._store.get_range(self.readable_key, 0, end))
-        return _compare(found, bytes(whole[:end]), "exactly the bytes asked for")
 
     # --- conditions ------------------------------------------------------------------
 
@@ -298,35 +292,26 @@ class Probes:
                 _CONDITIONS,
             )
         self._put("created", b"first", "create")
-        try:
-            self._put("created", b"second", "create")
-        except (AlreadyExistsError, ConflictError):
-            pass
-        else:
-            return Verdict(
-                "a put that must not replace (If-None-Match) replaced: the condition is ignored",
-                "failed",
-                _CONDITIONS,
+        if self._may_create("created", b"second"):
+            return _unsafe(
+                "a put that must not replace (If-None-Match) replaced: the condition is ignored"
             )
         if bytes(self._store.get(self._key("created")).data) != b"first":
-            return Verdict("a refused put changed the object", "failed", _CONDITIONS)
-        num_winners = self._race()
-        if num_winners != 1:
-            return Verdict(
-                f"{num_winners} of {_NUM_RIVALS} creates at once succeeded", "failed", _CONDITIONS
+            return _unsafe("a refused put changed the object")
+        with ThreadPoolExecutor(_NUM_RIVALS, "dcpstore-doctor") as executor:
+            num_winners = sum(
+                executor.map(lambda _: self._may_create("race", b"1"), range(_NUM_RIVALS))
             )
+        if num_winners != 1:
+            return _unsafe(f"{num_winners} of {_NUM_RIVALS} creates at once succeeded")
         return Verdict(f"honoured; one of {_NUM_RIVALS} at once succeeds")
 
-    def _race(self) -> int:
-        def create(number: int) -> bool:
-            try:
-                self._put("race", str(number).encode(), "create")
-            except (AlreadyExistsError, ConflictError):
-                return False
-            return True
-
-        with ThreadPoolExecutor(_NUM_RIVALS, "dcpstore-doctor") as executor:
-            return sum(executor.map(create, range(_NUM_RIVALS)))
+    def _may_create(self, name: str, data: bytes) -> bool:
+        try:
+            self._put(name, data, "create")
+        except (AlreadyExistsError, ConflictError):
+            return False
+        return True
 
     def swap(self) -> Verdict:
         """Replace with the right mark, then with a stale one."""
@@ -339,7 +324,7 @@ class Probes:
         self._put("swapped", b"first")
         first = self._store.get(self._key("swapped")).etag
         if first is None:
-            return Verdict("the store gives objects no ETag", "failed", _CONDITIONS)
+            return _unsafe("the store gives objects no ETag")
         try:
             self._put("swapped", b"second", IfMatch(first))
         except ConflictError as error:
@@ -353,11 +338,7 @@ class Probes:
             self._put("swapped", b"third", IfMatch(first))
         except (ConflictError, AlreadyExistsError):
             return Verdict("honoured")
-        return Verdict(
-            "a put with a stale ETag (If-Match) replaced: the condition is ignored",
-            "failed",
-            _CONDITIONS,
-        )
+        return _unsafe("a put with a stale ETag (If-Match) replaced: the condition is ignored")
 
     # --- large objects ---------------------------------------------------------------
 
@@ -513,30 +494,18 @@ class Probes:
 
     # --- afterwards ------------------------------------------------------------------
 
-    def clean_up(self) -> Sequence[str]:
+    def clean_up(self) -> tuple[str, ...]:
         """Delete every probe; return the keys that may still be there."""
-        doomed = sorted(self._put_keys)
-        if not doomed:
-            return ()
-        if self._uploads is not None:
+        if self._put_keys and self._uploads is not None:
             with suppress(CheckpointError):
                 for one in self._uploads.list():
                     if one.key.startswith(f"{self.folder}/"):
                         self._uploads.abort(one)
-        try:
-            self._store.delete_many(doomed)
-        except CheckpointError:
-            return tuple(key for key in doomed if self._may_be_there(key))
-        return ()
+        return tuple(delete_all(self._store, sorted(self._put_keys)))
 
-    def _may_be_there(self, key: str) -> bool:
-        try:
-            self._store.head(key)
-        except NotFoundError:
-            return False
-        except CheckpointError:
-            return True
-        return True
+
+def _unsafe(detail: str) -> Verdict:
+    return Verdict(detail, "failed", _CONDITIONS)
 
 
 class _Halfway(Exception):
@@ -590,11 +559,6 @@ class Diagnosis:
     def is_healthy(self) -> bool:
         """Whether saves and loads will work as they should. Warnings do not count."""
         return not any(check.outcome == "failed" for check in self.checks)
-
-    def __str__(self) -> str:
-        return "\n".join(
-            [*(line for check in self.checks for line in check.lines()), *self.summary()]
-        )
 
     def summary(self) -> Iterator[str]:
         """Yield what follows the table of checks."""
@@ -658,8 +622,8 @@ def _steps(probes: Probes) -> Sequence[_Step]:
 def _reading_steps(probes: Probes, *, is_optional: bool) -> Sequence[_Step]:
     get = ("get .metadata",)
     return (
-        _Step("get .metadata", "load", "get", probes.get_readable, (), is_optional),
-        _Step("ranged get", "load", "get", probes.get_readable_range, get, is_optional),
+        _Step("get .metadata", "load", "get", probes.get, (), is_optional),
+        _Step("ranged get", "load", "get", probes.get_range, get, is_optional),
         _Step("list", "ls, verify", "list", probes.list_anything, is_optional=True),
         _Step("latency", "", "get", probes.time_requests, get, is_optional=True),
     )
@@ -768,7 +732,6 @@ def diagnose(
             config=config,
             clock=clock,
         )
-        left_behind: Sequence[str] = ()
         try:
             _examine(examination, probes, read_only=read_only)
         finally:
@@ -780,7 +743,7 @@ def diagnose(
         url=place.url,
         checks=tuple(examination.checks),
         measured=probes.measured,
-        left_behind=tuple(left_behind),
+        left_behind=left_behind,
         elapsed_s=time.monotonic() - began,
     )
 

@@ -42,7 +42,7 @@ class ListedCheckpoint:
         name: Path below the listed URL; empty for the URL itself.
         url: Of the checkpoint.
         layout: Who wrote it.
-        is_sealed: Whether it can be loaded; None for safetensors, which have no seal.
+        sealed: Whether it can be loaded; None for safetensors, which have no seal.
         step: The last number in its name; None if there is none.
         num_objects: Objects below the folder; None where the store refused to list.
         num_bytes: Their size; None likewise.
@@ -53,7 +53,7 @@ class ListedCheckpoint:
     name: str
     url: str
     layout: Layout
-    is_sealed: bool | None
+    sealed: bool | None
     step: int | None
     num_objects: int | None
     num_bytes: int | None
@@ -117,7 +117,7 @@ def _look_without_listing(store: Store, refusal: StoreError) -> Listing:
         name="",
         url=store.url,
         layout="dcpstore" if found.seal is not None else "dcp",
-        is_sealed=True,
+        sealed=True,
         step=_step_of(store.url.rsplit("/", 1)[-1]),
         num_objects=None,
         num_bytes=None,
@@ -189,7 +189,7 @@ def _describe_folder(
         name=name,
         url=f"{url.rstrip('/')}/{name}" if name else url,
         layout=layout,
-        is_sealed=is_sealed,
+        sealed=is_sealed,
         step=_step_of(name or url.rsplit("/", 1)[-1]),
         num_objects=len(members),
         num_bytes=sum(info.size_bytes for info in members),

@@ -81,9 +81,6 @@ def _damage(error: CorruptError) -> Finding:
     return Finding("metadata", str(error), error.key or METADATA_KEY, error.fqn, span)
 
 
-_MAX_SHOWN = 20
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """What `verify_checkpoint` found.
@@ -149,12 +146,6 @@ class Verification:
                 *(f"  note: {note}" for note in self.notes),
             ]
         )
-
-    def __str__(self) -> str:
-        lines = [self.summary(), *map(str, self.findings[:_MAX_SHOWN])]
-        if len(self.findings) > _MAX_SHOWN:
-            lines.append(f"and {len(self.findings) - _MAX_SHOWN:,} more, see `findings`")
-        return "\n".join(lines)
 
     def _extra_rows(self) -> dict[str, str]:
         return {

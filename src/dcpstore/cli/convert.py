@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dcpstore.cli.connection import (
@@ -255,18 +256,5 @@ def _dtypes(given: Sequence[str]) -> torch.dtype | dict[str, torch.dtype] | None
 
 
 def _document(result: ConvertResult) -> dict[str, Any]:
-    return {
-        "source": result.source,
-        "target": result.target,
-        "num_tensors": result.num_tensors,
-        "num_values": result.num_values,
-        "tensor_bytes": result.tensor_bytes,
-        "stored_bytes": result.stored_bytes,
-        "fetched_bytes": result.fetched_bytes,
-        "num_server_copies": result.num_server_copies,
-        "server_copied_bytes": result.server_copied_bytes,
-        "objects": dict(result.objects),
-        "skipped": dict(result.skipped),
-        "cast": {key: list(names) for key, names in result.cast.items()},
-        "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
-    }
+    seconds = {name: round(value, 3) for name, value in result.seconds.items()}
+    return {**asdict(result), "stored_bytes": result.stored_bytes, "seconds": seconds}

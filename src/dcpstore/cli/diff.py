@@ -72,16 +72,4 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
 
 
 def _document(found: Comparison) -> dict[str, Any]:
-    return {
-        "left": found.left,
-        "right": found.right,
-        "equal": found.is_equal,
-        "num_equal": found.num_equal,
-        "values_compared": found.with_values,
-        "num_by_checksum": found.num_by_checksum,
-        "num_read": found.num_read,
-        "fetched_bytes": found.fetched_bytes,
-        "num_requests": found.num_requests,
-        "elapsed_s": round(found.elapsed_s, 3),
-        "differences": [asdict(one) for one in found.differences],
-    }
+    return {**asdict(found), "equal": found.is_equal, "elapsed_s": round(found.elapsed_s, 3)}

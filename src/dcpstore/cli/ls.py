@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
 from dcpstore.audit.listing import ListedCheckpoint, Listing, list_checkpoints
 from dcpstore.cli.connection import add_connection_arguments, open_given_store, read_connection
-from dcpstore.cli.output import ExitCode, Output, format_age, format_time, table
+from dcpstore.cli.output import ExitCode, Output, format_age, table
 from dcpstore.text import count_text, size_text
 
 DESCRIPTION = """\
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
     now = datetime.now(timezone.utc)
     out.result("dcpstore.ls/1", _document(listing, now), _lines(listing, now))
     others = listing.num_other_objects
-    num_unsealed = sum(one.is_sealed is False for one in listing.checkpoints)
+    num_unsealed = sum(one.sealed is False for one in listing.checkpoints)
     out.note(
         f"{count_text(len(listing.checkpoints), 'checkpoint')} at {listing.url},"
         f" {num_unsealed} not sealed"
@@ -49,27 +50,12 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
 
 
 def _document(listing: Listing, now: datetime) -> dict[str, Any]:
-    return {
-        "url": listing.url,
-        "checkpoints": [_fields(one, now) for one in listing.checkpoints],
-        "num_other_objects": listing.num_other_objects,
-        "was_refused": listing.was_refused,
-    }
+    return {**asdict(listing), "checkpoints": [_fields(one, now) for one in listing.checkpoints]}
 
 
 def _fields(one: ListedCheckpoint, now: datetime) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "url": one.url,
-        "layout": one.layout,
-        "sealed": one.is_sealed,
-        "step": one.step,
-        "num_objects": one.num_objects,
-        "num_bytes": one.num_bytes,
-        "modified": format_time(one.modified),
-        "age_s": None if one.modified is None else round((now - one.modified).total_seconds()),
-        "remark": one.remark,
-    }
+    age_s = None if one.modified is None else round((now - one.modified).total_seconds())
+    return {**asdict(one), "age_s": age_s}
 
 
 def _lines(listing: Listing, now: datetime) -> Iterator[str]:
@@ -79,7 +65,7 @@ def _lines(listing: Listing, now: datetime) -> Iterator[str]:
             (
                 one.name or ".",
                 one.layout,
-                _SEALED[one.is_sealed],
+                _SEALED[one.sealed],
                 "?" if one.num_bytes is None else size_text(one.num_bytes),
                 "?" if one.num_objects is None else str(one.num_objects),
                 format_age(one.modified, now),

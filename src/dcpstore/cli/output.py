@@ -28,8 +28,8 @@ from dcpstore.errors import (
     RankFailures,
     StoreError,
 )
-from dcpstore.report import Progress, ProgressCallback
-from dcpstore.text import printable, size_text
+from dcpstore.report import Progress, ProgressCallback, progress_bar
+from dcpstore.text import age_text, printable, size_text
 
 
 class ExitCode(IntEnum):
@@ -94,24 +94,16 @@ def exit_code_of(error: BaseException) -> ExitCode:
     return ExitCode.INTERNAL
 
 
-_AGES = ((365 * 86400, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-
-
 def format_age(when: datetime | None, now: datetime) -> str:
     """Return how long ago something was, such as ``3 d``; a dash where unknown."""
     if when is None:
         return "-"
-    seconds = (now - when).total_seconds()
-    for unit_s, unit in _AGES:
-        if seconds >= unit_s:
-            return f"{int(seconds // unit_s)} {unit}"
-    return "now"
+    age_s = (now - when).total_seconds()
+    return "now" if age_s < 1 else age_text(age_s)
 
 
-def format_time(when: datetime | None) -> str | None:
+def _iso(when: datetime) -> str:
     """Return a time in ISO 8601 and UTC, for documents."""
-    if when is None:
-        return None
     return when.astimezone(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
@@ -167,11 +159,6 @@ class Output:
         self._clock = clock
         self._secrets: set[str] = set()
 
-    @property
-    def is_terminal(self) -> bool:
-        """Whether a person looks at the result."""
-        return self.stdout.isatty()
-
     def hide(self, secrets: Iterable[str]) -> None:
         """Blank these texts out of all that goes to standard error from now on."""
         self._secrets.update(text for text in secrets if len(text) >= _MIN_SECRET_LENGTH)
@@ -181,13 +168,12 @@ class Output:
 
         Args:
             schema: Name and version of the document's form, such as ``"dcpstore.ls/1"``.
-            document: What ``--json`` prints: plain JSON values, keys in their order.
+            document: What ``--json`` prints: plain JSON values and times, keys in their order.
             lines: What is printed otherwise; not looked at with ``--json``.
         """
         if self.as_json:
-            text = json.dumps(
-                {"schema": schema, **document}, indent=2 if self.is_terminal else None
-            )
+            indent = 2 if self.stdout.isatty() else None
+            text = json.dumps({"schema": schema, **document}, indent=indent, default=_iso)
             self.stdout.write(text + "\n")
         else:
             for line in lines:
@@ -234,29 +220,10 @@ class Output:
         if self.quiet or self.as_json:
             yield lambda _: None
         elif self.stderr.isatty():
-            with self._bar(action) as show:
+            with progress_bar(action, self.stderr) as show:
                 yield show
         else:
             yield self._lines(action)
-
-    @contextmanager
-    def _bar(self, action: str) -> Iterator[ProgressCallback]:
-        from tqdm import tqdm
-
-        with tqdm(
-            desc=action,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            leave=False,
-            file=self.stderr,
-        ) as bar:
-
-            def show(state: Progress) -> None:
-                bar.total = max(state.total_bytes, state.done_bytes)
-                bar.update(state.done_bytes - bar.n)
-
-            yield show
 
     def _lines(self, action: str) -> ProgressCallback:
         last_s = self._clock()

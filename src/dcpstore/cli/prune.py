@@ -19,7 +19,7 @@ from dcpstore.audit.prune import (
     remove,
 )
 from dcpstore.cli.connection import add_connection_arguments, read_connection
-from dcpstore.cli.output import ExitCode, Output, exit_code_of, format_age, format_time, table
+from dcpstore.cli.output import ExitCode, Output, exit_code_of, format_age, table
 from dcpstore.text import count_text, size_text
 
 DESCRIPTION = """\
@@ -139,5 +139,5 @@ def _fields(one: Leftover) -> dict[str, Any]:
         "kind": one.kind,
         "key": one.key,
         "num_bytes": one.size_bytes,
-        "modified": format_time(one.modified),
+        "modified": one.modified,
     }

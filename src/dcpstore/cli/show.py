@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ def _object_lines(description: Description) -> Iterator[str]:
             "-" if one.rank is None else str(one.rank),
             str(one.num_items),
             size_text(one.stored_bytes),
-            "?" if one.size_bytes is None else size_text(one.size_bytes),
+            "?" if one.num_bytes is None else size_text(one.num_bytes),
         )
         for one in description.objects
     )
@@ -250,8 +250,10 @@ def _total_lines(shown: _Shown) -> Iterator[str]:
         f" {count_text(totals.num_values, 'value')}: {size_text(totals.num_bytes)} in"
         f" {count_text(totals.num_shards, 'shard')}{of_all}"
     )
-    if totals.by_dtype:
-        yield ", ".join(f"{name} {size_text(size)}" for name, size in totals.by_dtype)
+    if totals.num_bytes_by_dtype:
+        yield ", ".join(
+            f"{name} {size_text(size)}" for name, size in totals.num_bytes_by_dtype.items()
+        )
     ranks = {one.rank for one in description.objects if one.rank is not None}
     by_ranks = f" by {count_text(len(ranks), 'rank')}" if ranks else ""
     stored = size_text(sum(one.stored_bytes for one in description.objects))
@@ -280,35 +282,14 @@ def _document(shown: _Shown, args: argparse.Namespace) -> dict[str, Any]:
         "save_id": description.save_id,
         "info": dict(description.info),
         "remarks": list(description.remarks),
-        "totals": _totals(shown.totals),
+        "totals": asdict(shown.totals),
         "num_keys": len(description.entries),
         "entries": [_entry(entry, with_shards=args.shards) for entry in shown.entries],
-        "objects": [
-            {
-                "key": one.key,
-                "rank": one.rank,
-                "num_items": one.num_items,
-                "stored_bytes": one.stored_bytes,
-                "num_bytes": one.size_bytes,
-            }
-            for one in description.objects
-        ],
+        "objects": [asdict(one) for one in description.objects],
     }
     if args.tree:
         document["tree"] = _branch(build_outline(shown.entries), args.depth)
     return document
-
-
-def _totals(totals: Totals) -> dict[str, Any]:
-    return {
-        "num_tensors": totals.num_tensors,
-        "num_values": totals.num_values,
-        "num_elements": totals.num_elements,
-        "num_shards": totals.num_shards,
-        "num_bytes": totals.num_bytes,
-        "stored_bytes": totals.stored_bytes,
-        "num_bytes_by_dtype": dict(totals.by_dtype),
-    }
 
 
 def _entry(entry: Described, *, with_shards: bool) -> dict[str, Any]:
@@ -338,7 +319,7 @@ def _entry(entry: Described, *, with_shards: bool) -> dict[str, Any]:
 
 
 def _branch(branch: Branch, depth: int | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {"prefix": branch.prefix, **_totals(branch.totals)}
+    fields: dict[str, Any] = {"prefix": branch.prefix, **asdict(branch.totals)}
     if depth is None or depth > 0:
         below = None if depth is None else depth - 1
         fields["keys"] = [entry.key for entry in branch.entries]

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from dcpstore.cli.connection import add_connection_arguments, read_connection
-from dcpstore.cli.output import ExitCode, Output, format_time
+from dcpstore.cli.output import ExitCode, Output
 
 if TYPE_CHECKING:
     from dcpstore.audit.scan import Finding
@@ -82,8 +82,4 @@ def _finding(one: Finding) -> dict[str, Any]:
 
 
 def _object(info: ObjectInfo) -> dict[str, Any]:
-    return {
-        "key": info.key,
-        "num_bytes": info.size_bytes,
-        "modified": format_time(info.modified),
-    }
+    return {"key": info.key, "num_bytes": info.size_bytes, "modified": info.modified}
