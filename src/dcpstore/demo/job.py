@@ -23,7 +23,7 @@ import os
 import socket
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import dcpstore
+from dcpstore.torch_private import flatten_state_dict
 
 
 class Corpus:
@@ -254,11 +255,12 @@ class _Trainer:
             losses.append(self.train_step())
             self.step += 1
         state = self.state()
+        leaves, _ = flatten_state_dict(state)
         return JobReport(
             losses=losses,
             checkpoint_digest=checkpoint_digest,
             final_digest=_digest(state),
-            state_bytes=sum(t.nbytes for _, t in _leaves(state) if isinstance(t, torch.Tensor)),
+            state_bytes=sum(t.nbytes for t in leaves.values() if isinstance(t, torch.Tensor)),
             checkpoint_s=checkpoint_s,
         )
 
@@ -337,20 +339,10 @@ def _mean_in_order(losses: torch.Tensor, num_ranks: int) -> float:
     return total / NUM_MICRO_BATCHES
 
 
-def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}.{index}")
-    else:
-        yield path, value
-
-
 def _digest(state: Mapping[str, Any]) -> dict[str, str]:
     """Hash every leaf (collective: sharded tensors are gathered, one at a time)."""
-    return {path: _leaf_digest(leaf) for path, leaf in _leaves(state)}
+    leaves, _ = flatten_state_dict(dict(state))
+    return {path: _leaf_digest(leaf) for path, leaf in leaves.items()}
 
 
 def _leaf_digest(leaf: object) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dcpstore.demo.job import JobReport
-from dcpstore.store import ObjectInfo
+from dcpstore.text import names_text
 
 MAX_RELATIVE_DIFFERENCE = 1e-5
-MAX_NAMED_LEAVES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +25,21 @@ class Check:
 
 def check_restored_state(saved: JobReport, resumed: JobReport, num_ranks: int) -> Check:
     """Claim that loading gave the saved state, bit for bit."""
-    wrong = _differing(saved.checkpoint_digest, resumed.checkpoint_digest)
     what = f"state loaded on {num_ranks} rank(s) is the state saved"
-    if wrong or not saved.checkpoint_digest:
-        return Check(passed=False, claim=f"{what}: differs in {_named(wrong)}")
-    return Check(passed=True, claim=f"{what}: {len(saved.checkpoint_digest)} values, every bit")
+    return _check_digests(what, saved.checkpoint_digest, resumed.checkpoint_digest)
 
 
 def check_final_state(uninterrupted: JobReport, resumed: JobReport, num_ranks: int) -> Check:
     """Claim that the resumed job ended in the state of the uninterrupted one, bit for bit."""
-    wrong = _differing(uninterrupted.final_digest, resumed.final_digest)
     what = f"state after the last step on {num_ranks} rank(s) is that of the uninterrupted job"
-    if wrong:
-        return Check(passed=False, claim=f"{what}: differs in {_named(wrong)}")
-    return Check(passed=True, claim=f"{what}: every bit")
+    return _check_digests(what, uninterrupted.final_digest, resumed.final_digest)
+
+
+def _check_digests(what: str, left: Mapping[str, str], right: Mapping[str, str]) -> Check:
+    wrong = sorted(path for path in {*left, *right} if left.get(path) != right.get(path))
+    if wrong or not left:
+        return Check(passed=False, claim=f"{what}: differs in {names_text(wrong)}")
+    return Check(passed=True, claim=f"{what}: {len(left)} values, every bit")
 
 
 def check_losses(
@@ -88,26 +88,3 @@ def loss_table(
             cells.append(f"{losses[at]:.9f}" if 0 <= at < len(losses) else "")
         lines.append("  ".join([f"{step:>4}", *(f"{cell:>{width}}" for cell in cells)]).rstrip())
     return "\n".join(lines)
-
-
-def object_table(objects: Sequence[ObjectInfo]) -> str:
-    """List objects by name, with sizes and a total."""
-    rows = [(found.key, f"{found.size_bytes:,}") for found in sorted(objects, key=lambda o: o.key)]
-    total = sum(found.size_bytes for found in objects)
-    rows.append((f"{len(objects)} objects, {format_bytes(total)}", f"{total:,}"))
-    width = max(len(key) for key, _ in rows)
-    return "\n".join(f"{key:<{width}}  {size:>12}" for key, size in rows)
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Write a size in MB, as object stores bill it."""
-    return f"{num_bytes / 1e6:.1f} MB"
-
-
-def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
-    return sorted(path for path in {*left, *right} if left.get(path) != right.get(path))
-
-
-def _named(paths: Sequence[str]) -> str:
-    more = len(paths) - MAX_NAMED_LEAVES
-    return ", ".join(paths[:MAX_NAMED_LEAVES]) + (f" and {more} more" if more > 0 else "")

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
-from dcpstore.demo.job import NUM_MICRO_BATCHES, JobReport, JobSpec, ModelConfig, train
+from dcpstore.demo.job import JobReport, JobSpec, ModelConfig, train
 from dcpstore.demo.launch import deaf_to_interrupts, run_ranks
 from dcpstore.demo.report import (
     Check,
     check_final_state,
     check_losses,
     check_restored_state,
-    format_bytes,
     loss_table,
-    object_table,
 )
 from dcpstore.store import open_store
 from dcpstore.testing.servers import MotoServer
+from dcpstore.text import count_text, size_text, table
 
 BUCKET = "dcpstore-demo"
 JOB_TIMEOUT_S = 300.0
@@ -32,7 +29,7 @@ IMPORTED_BY_JOBS = ("dcpstore.demo.job", "torch._dynamo")  # an optimizer's firs
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line asks for."""
+    """What the command line asks for; see `dcpstore.cli.demo`."""
 
     save_ranks: int
     load_ranks: int
@@ -90,7 +87,7 @@ class _Demo:
         self._say(f"\nTraining on {self.spec.num_ranks} ranks, saving to {self.spec.url} ...")
         reference = self._run_job(self.spec, "reference")
         self._say(
-            f"  saved {format_bytes(reference.state_bytes)} of model and optimizer state"
+            f"  saved {size_text(reference.state_bytes)} of model and optimizer state"
             f" in {reference.checkpoint_s:.1f} s; this is what lies there:"
         )
         self._show_objects()
@@ -149,39 +146,12 @@ class _Demo:
     def _show_objects(self) -> None:
         store = open_store(self.spec.url, storage_options=self.spec.storage_options)
         try:
-            self._say(_indent(object_table(list(store.list()))))
+            sizes = {one.key: one.size_bytes for one in store.list()}
         finally:
             store.close()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's arguments to a parser."""
-    ranks = [n for n in range(1, NUM_MICRO_BATCHES + 1) if NUM_MICRO_BATCHES % n == 0]
-    model = ModelConfig()
-    numbers = "(%(default)s)"
-    parser.add_argument("--save-ranks", type=int, choices=ranks, default=4, help=numbers)
-    parser.add_argument("--load-ranks", type=int, choices=ranks, default=2, help=numbers)
-    parser.add_argument(
-        "--steps", type=int, default=20, help=f"at least 2; saves half way {numbers}"
-    )
-    parser.add_argument("--seed", type=int, default=0, help=numbers)
-    parser.add_argument("--width", type=int, default=model.width, help=f"a multiple of 4 {numbers}")
-    parser.add_argument("--layers", type=int, default=model.num_layers, help=numbers)
-    parser.add_argument("--keep-server", action="store_true", help="until ctrl-C")
-
-
-def read_options(given: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> Options:
-    """Turn parsed arguments into options; ``refuse`` is told what is wrong with them."""
-    if given.steps < 2 or given.width < 4 or given.width % 4 or given.layers < 1:
-        refuse("needs --steps >= 2, --width a multiple of 4, --layers >= 1")
-    return Options(
-        save_ranks=given.save_ranks,
-        load_ranks=given.load_ranks,
-        num_steps=given.steps,
-        seed=given.seed,
-        keep_server=given.keep_server,
-        model=replace(ModelConfig(), width=given.width, num_layers=given.layers),
-    )
+        title = f"{count_text(len(sizes), 'object')}, {size_text(sum(sizes.values()))}"
+        rows = {key: size_text(sizes[key]) for key in sorted(sizes)}
+        self._say(_indent(table(title, rows)))
 
 
 def _keep(endpoint_url: str, say: Callable[[str], None]) -> None:
