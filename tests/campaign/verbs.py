@@ -28,7 +28,8 @@ from dcpstore.ranks.exchange import BoardGroup
 from dcpstore.ranks.transport import BoardLostError
 from dcpstore.store import Store
 from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
-from dcpstore.testing.ranks import MemoryBoard, MemoryLanes, MemoryWires, RankTime
+from dcpstore.testing.ranks import MemoryBoard, MemoryLanes, MemoryWires
+from rank_time import RankTime
 
 DAY_S = 86400.0
 _SOMETIMES = 0.12

@@ -16,7 +16,6 @@ import pytest
 
 from dcpstore import RankFailures, StoreError
 from dcpstore.ranks import each
-from dcpstore.testing.ranks import RankTime, ThreadRanks
 from faults.failing_ranks import (
     LOAD_PHASES,
     NUM_RANKS,
@@ -29,6 +28,7 @@ from faults.failing_ranks import (
     Kind,
 )
 from faults.places import Backend
+from rank_time import RankTime, TimedRanks
 
 PHASES = SAVE_PHASES + LOAD_PHASES
 DEADLINE_S = 60.0
@@ -99,7 +99,7 @@ def fail(phase: str, failing: tuple[int, ...], kind: Kind, coordinator: int) -> 
         return backend.shared
 
     before: set[str] = set()
-    ranks = ThreadRanks(NUM_RANKS, coordinator=coordinator, deadline_s=DEADLINE_S, rank_time=clock)
+    ranks = TimedRanks(NUM_RANKS, clock, coordinator=coordinator, deadline_s=DEADLINE_S)
     ranks.run(work, wait_s=110).values()
     return outcome
 

@@ -24,7 +24,8 @@ from dcpstore.ranks import (
 )
 from dcpstore.ranks.group import Cause, Decision, describe
 from dcpstore.ranks.transport import tree_children, tree_parent
-from dcpstore.testing.ranks import RankTime, ThreadRanks, run_ranks
+from dcpstore.testing.ranks import ThreadRanks, run_ranks
+from rank_time import RankTime, TimedRanks
 
 SIZES = [1, 2, 3, 4, 8, 64]
 
@@ -281,7 +282,7 @@ def test_a_rank_that_comes_late_finds_the_decision_and_can_go_on() -> None:
         assert is_back.wait(60)
         return all_reduce(group, "long", lambda: 1, sum)
 
-    assert ThreadRanks(3, rank_time=clock).run(go).values() == [3, 3, 3]
+    assert TimedRanks(3, clock).run(go).values() == [3, 3, 3]
 
 
 def test_1000_steps_leave_the_board_as_small_as_one() -> None:

@@ -16,7 +16,8 @@ import pytest
 from dcpstore.errors import RankFailures
 from dcpstore.ranks import all_gather, all_reduce
 from dcpstore.ranks.group import RankGroup
-from dcpstore.testing.ranks import RankTime, ThreadRanks
+from dcpstore.testing.ranks import ThreadRanks
+from rank_time import RankTime, TimedRanks
 
 SIZE = 4
 
@@ -249,7 +250,7 @@ HANGS = list(cases(["hang"], coordinators=[1]))
 def test_a_rank_that_hangs_anywhere_is_named_by_all_before_the_deadline(case: Case) -> None:
     clock = RankTime(SIZE)
     hang = ThreadHang(clock, case.who)
-    ranks = ThreadRanks(SIZE, coordinator=case.coordinator, rank_time=clock)
+    ranks = TimedRanks(SIZE, clock, coordinator=case.coordinator)
     run = ranks.run(lambda group: go_through(group, case, hang, clock))
     outcomes = dict(enumerate(run.values()))
     check(case, outcomes)

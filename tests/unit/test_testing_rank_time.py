@@ -10,7 +10,7 @@ import pytest
 from dcpstore.errors import RankFailures
 from dcpstore.ranks import RankGroup
 from dcpstore.ranks.steps import each
-from dcpstore.testing.ranks import RankTime, ThreadRanks
+from rank_time import RankTime, TimedRanks
 
 HOURS_S = 10_000.0
 
@@ -23,7 +23,7 @@ def test_a_rank_that_is_at_work_is_waited_for_however_long_it_takes() -> None:
         each(group, "slow", lambda: time.sleep(0.2) if group.rank == 1 else None)
         return clock()
 
-    assert ThreadRanks(3, deadline_s=0.01, rank_time=clock).run(work).values() == [0, 0, 0]
+    assert TimedRanks(3, clock, deadline_s=0.01).run(work).values() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -43,7 +43,7 @@ def test_time_jumps_to_the_deadline_once_all_others_wait(silent: int) -> None:
         if len(raised) == 2:
             told.set()
 
-    ThreadRanks(3, deadline_s=HOURS_S, rank_time=clock).run(work, wait_s=60).values()
+    TimedRanks(3, clock, deadline_s=HOURS_S).run(work, wait_s=60).values()
     assert 0.5 * HOURS_S < clock() <= HOURS_S
     assert [set(raised[rank].causes) for rank in range(3)] == [{silent}] * 3
 
@@ -67,7 +67,7 @@ def test_who_is_called_back_is_waited_for_before_it_wakes_up() -> None:
         each(group, "together", lambda: None)
         return clock()
 
-    assert ThreadRanks(2, rank_time=clock).run(work, wait_s=60).values() == [0, 0]
+    assert TimedRanks(2, clock).run(work, wait_s=60).values() == [0, 0]
 
 
 def test_nobody_waits_for_a_rank_that_has_left() -> None:
@@ -79,7 +79,7 @@ def test_nobody_waits_for_a_rank_that_has_left() -> None:
                 group.deadline_s = HOURS_S
                 each(group, "alone", lambda: None)
 
-    ThreadRanks(2, rank_time=clock).run(work, wait_s=60).values()
+    TimedRanks(2, clock).run(work, wait_s=60).values()
     assert clock() > 0.5 * HOURS_S
 
 
@@ -97,5 +97,5 @@ def test_a_transfer_that_nobody_takes_part_in_ends_in_the_ranks_time() -> None:
             pending.wait(HOURS_S)
         told.set()
 
-    ThreadRanks(2, rank_time=clock).run(work, wait_s=60).values()
+    TimedRanks(2, clock).run(work, wait_s=60).values()
     assert clock() == HOURS_S

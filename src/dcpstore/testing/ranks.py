@@ -1,8 +1,7 @@
 """Ranks as threads of one process: the same groups and steps, without torch or processes.
 
 What differs from processes: memory is shared, so a transfer is one copy; and a thread cannot be
-killed, so a rank that falls silent is one that waits for an event of the test's. With a `RankTime`,
-time passes only while every rank waits.
+killed, so a rank that falls silent is one that waits for an event of the test's.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
@@ -21,111 +20,17 @@ from dcpstore.ranks.exchange import BULK_BYTES, BoardGroup
 from dcpstore.ranks.group import RankGroup
 from dcpstore.ranks.transport import Pending
 
-_LOOK_S = 0.005  # real seconds until a waiting rank sees that its time is up
-
-
-@dataclass(slots=True)
-class _Wait:
-    event: threading.Event
-    until_s: float
-    is_over: bool = False
-
-
-class RankTime:
-    """A clock that jumps to the next deadline once no rank is at work any more.
-
-    A deadline is then met or missed by what ranks do and never by how fast the machine is,
-    and to wait for one takes no time. Pass it to `ThreadRanks`, of which each rank waits with its
-    own thread. Thread-safe.
-
-    Args:
-        num_ranks: Ranks that work or wait.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self._lock = threading.Lock()
-        self._now_s = 0.0
-        self._at_work = set(range(num_ranks))
-        self._waits: dict[int, _Wait] = {}
-        self._rank = threading.local()
-
-    def __call__(self) -> float:
-        """Seconds since the start."""
-        return self._now_s
-
-    @contextmanager
-    def at_work(self, rank: int) -> Iterator[None]:
-        """Be a rank with this thread; afterwards nobody waits for the rank."""
-        self._rank.number = rank
-        try:
-            yield
-        finally:
-            self._leave(rank)
-
-    @contextmanager
-    def away(self, rank: int) -> Iterator[None]:
-        """Let time pass without a rank: it hangs, or waits for something but the group.
-
-        If it is another rank that ends this, that one calls `come_back` first: the thread itself
-        may wake up when time has passed already.
-        """
-        self._leave(rank)
-        try:
-            yield
-        finally:
-            self.come_back(rank)
-
-    def come_back(self, *ranks: int) -> None:
-        """Let no time pass without these ranks any more."""
-        with self._lock:
-            self._at_work.update(ranks)
-
-    def wait(self, event: threading.Event, timeout_s: float) -> bool:
-        """Wait as a rank. Whether the event came in time."""
-        one, rank = _Wait(event, self._now_s + max(timeout_s, 0)), self._rank.number
-        with self._lock:
-            self._waits[rank] = one
-            self._pass()
-        try:
-            while not event.wait(_LOOK_S) and not one.is_over:
-                pass
-        finally:
-            with self._lock:
-                del self._waits[rank]
-        return event.is_set()
-
-    def _leave(self, rank: int) -> None:
-        with self._lock:
-            self._at_work.discard(rank)
-            self._pass()
-
-    def _pass(self) -> None:
-        """Jump, if nobody is at work. Who was woken and does not know yet is at work."""
-        waits = [self._waits.get(rank) for rank in self._at_work]
-        if any(one is None or one.is_over or one.event.is_set() for one in waits):
-            return
-        self._now_s = min([one.until_s for one in waits if one is not None], default=self._now_s)
-        for one in waits:
-            if one is not None and one.until_s <= self._now_s:
-                one.is_over = True
-
-
 EventWait: TypeAlias = Callable[[threading.Event, float], bool]
 """Waits for an event, for so many seconds at most; whether it came."""
 
 
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """One thread that waits for keys."""
 
-    def __init__(self, missing: set[str], unless: str | None) -> None:
-        self.missing = missing
-        self.unless = unless
-        self.wake = threading.Event()
-
-    def see(self, key: str) -> None:
-        self.missing.discard(key)
-        if not self.missing or key == self.unless:
-            self.wake.set()
+    missing: set[str]
+    unless: str | None
+    wake: threading.Event = field(default_factory=threading.Event)
 
 
 class MemoryBoard:
@@ -140,7 +45,7 @@ class MemoryBoard:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
-        self._waiters: dict[str, list[_Waiter]] = {}
+        self._waiters: list[_Waiter] = []
 
     @property
     def num_keys(self) -> int:
@@ -163,17 +68,15 @@ class MemoryBoard:
     def wait(self, keys: Sequence[str], timeout_s: float, *, unless: str | None = None) -> bool:
         """Wait until all `keys` are set, or `unless` is. Whether all are."""
         with self._lock:
-            waiter = _Waiter({key for key in keys if key not in self._values}, unless)
+            waiter = _Waiter(set(keys) - self._values.keys(), unless)
             if not waiter.missing or unless in self._values:
                 return not waiter.missing
-            watched = [*waiter.missing, *([unless] if unless else [])]
-            for key in watched:
-                self._waiters.setdefault(key, []).append(waiter)
+            self._waiters.append(waiter)
         try:
             self._wait(waiter.wake, max(timeout_s, 0))
         finally:
             with self._lock:
-                self._forget(waiter, watched)
+                self._waiters.remove(waiter)
         return not waiter.missing
 
     def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
@@ -196,15 +99,10 @@ class MemoryBoard:
 
     def _set(self, key: str, data: bytes) -> None:
         self._values[key] = data
-        for waiter in self._waiters.get(key, ()):
-            waiter.see(key)
-
-    def _forget(self, waiter: _Waiter, watched: list[str]) -> None:
-        for key in watched:
-            others = self._waiters[key]
-            others.remove(waiter)
-            if not others:
-                del self._waiters[key]
+        for waiter in self._waiters:
+            waiter.missing.discard(key)
+            if not waiter.missing or key == waiter.unless:
+                waiter.wake.set()
 
 
 class _Slot:
@@ -375,7 +273,8 @@ class ThreadRanks:
         coordinator: The rank that reduces.
         deadline_s: Seconds a step may take.
         bulk_bytes: Values larger than this go by lane.
-        rank_time: The time in which ranks wait for one another; None for the real one.
+        wait: How a rank waits for another.
+        clock: Monotonic seconds, by which a rank's wait is over.
     """
 
     def __init__(
@@ -385,12 +284,12 @@ class ThreadRanks:
         coordinator: int = 0,
         deadline_s: float = 30.0,
         bulk_bytes: int = BULK_BYTES,
-        rank_time: RankTime | None = None,
+        wait: EventWait = threading.Event.wait,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        wait = threading.Event.wait if rank_time is None else rank_time.wait
         self.board = MemoryBoard(wait)
         self._wires = MemoryWires(wait)
-        self._time = rank_time
+        self._clock = clock
         self._size = size
         self._coordinator = coordinator
         self._deadline_s = deadline_s
@@ -407,8 +306,12 @@ class ThreadRanks:
             namespace="threads",
             lane_maker=lambda name, _: MemoryLanes(name, rank, self._wires),
             bulk_bytes=self._bulk_bytes,
-            clock=self._time or time.monotonic,
+            clock=self._clock,
         )
+
+    def member(self, rank: int) -> AbstractContextManager[BoardGroup]:
+        """Be a rank with this thread; gives its group, which is open meanwhile."""
+        return self.group(rank)
 
     def run(self, fn: Callable[[RankGroup], T], *, wait_s: float | None = None) -> RankRun[T]:
         """Run ``fn(group)`` on every rank and wait for all.
@@ -421,9 +324,8 @@ class ThreadRanks:
         run: RankRun[T] = RankRun()
 
         def work(rank: int) -> None:
-            at_work = nullcontext() if self._time is None else self._time.at_work(rank)
             try:
-                with at_work, self.group(rank) as group:
+                with self.member(rank) as group:
                     run.results[rank] = fn(group)
             except BaseException as error:  # noqa: BLE001 - a rank's boundary: kept for the test
                 run.errors[rank] = error
