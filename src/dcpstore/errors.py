@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from dcpstore.text import printable
+from dcpstore.text import listed, printable
 
 
 class CheckpointError(Exception):
@@ -212,7 +212,4 @@ _MAX_LINES = 64
 
 
 def _name_ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(str(rank) for rank in ranks[:16])
-    return f"ranks {shown}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(list(map(str, ranks)), 16)}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NoReturn
@@ -134,6 +134,18 @@ def names_text(names: Collection[str], most: int = 3) -> str:
         return "none"
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{len(names)}: {', '.join(map(printable, islice(names, most)))}{more}"
+
+
+def listed(texts: Sequence[str], most: int = 8) -> str:
+    """Join texts for a message, the first few of them: ``"a, b and 3 more"``."""
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def indented(lines: Sequence[str], most: int = 10) -> str:
+    """Put lines below a message, the first few of them, each behind a line end."""
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "".join(f"\n  {line}" for line in [*lines[:most], *more])
 
 
 def times(seconds: Mapping[str, float]) -> dict[str, str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dcpstore.plan.load import LoadPlanner
-from dcpstore.plan.rules import find_object, find_tensor
+from dcpstore.plan.rules import find_object
 from dcpstore.plan.save import SavePlanner
 
 __all__ = [
     "LoadPlanner",
     "SavePlanner",
     "find_object",
-    "find_tensor",
 ]

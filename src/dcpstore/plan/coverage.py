@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcpstore.errors import CorruptError
 from dcpstore.plan.overlap import find_overlaps
 from dcpstore.plan.wire import Ints
+from dcpstore.text import indented
 
-_MOST_NAMED = 10
 _MOST_SLABS = 8192  # looked into for the holes of one tensor, about 50 us each
 _MOST_ROWS = 1 << 22  # looked at in these, about 100 ns each
 _MOST_ELEMENTS = 1 << 62  # of all tensors together, so that no sum overflows
@@ -316,7 +316,7 @@ def refuse_flaws(flaws: Sequence[Flaw], where: str) -> None:
     if flaws:
         raise CorruptError(
             f"{where}: stored chunks do not make up their tensors; nothing was read:"
-            + _lines([f"{flaw.fqn!r}: {flaw.text}" for flaw in flaws]),
+            + indented([f"{flaw.fqn!r}: {flaw.text}" for flaw in flaws]),
             fqn=flaws[0].fqn,
         )
 
@@ -331,7 +331,7 @@ def refuse_lacks(items: Iterable[ReadItem], metadata: Metadata) -> None:
     if lacks:
         raise CorruptError(
             "the checkpoint does not hold everything that is wanted; nothing was loaded:"
-            f"{_lines(lacks)}\nLook for files that were lost or not copied. Where ranks saved"
+            f"{indented(lacks)}\nLook for files that were lost or not copied. Where ranks saved"
             " their parts each for itself, a rank can load only what it saved"
         )
 
@@ -351,11 +351,4 @@ def _describe_lack(item: ReadItem, metadata: Metadata) -> str | None:
     return (
         f"{index.fqn!r}: no stored chunk holds the elements at {tuple(hole.offsets)} of shape"
         f" {tuple(hole.sizes)}; {lost} of its {prod(entry.size)} elements are missing"
-    )
-
-
-def _lines(told: Sequence[str]) -> str:
-    more = len(told) - _MOST_NAMED
-    return "".join(f"\n  {one}" for one in told[:_MOST_NAMED]) + (
-        f"\n  and {more} more" if more > 0 else ""
     )

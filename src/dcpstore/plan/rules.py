@@ -18,6 +18,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcpstore.errors import ConfigError, IncompatibleError
+from dcpstore.text import listed
+from dcpstore.torch_private import narrow
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 """From a key of the state dict to the key in the checkpoint: a map of keys and of prefixes
@@ -105,7 +107,7 @@ def find_object(
             f"the state dict has no key {index.fqn!r}{_similar(index.fqn, state_dict)}"
         ) from None
     if isinstance(value, torch.Tensor | ShardedTensor):
-        return find_tensor(value, index, sizes)
+        return _find_tensor(value, index, sizes)
     if index.offset is not None:
         raise IncompatibleError(
             f"{index.fqn!r} is a {type(value).__name__}, so it has no chunk at {index.offset}"
@@ -113,52 +115,38 @@ def find_object(
     return value
 
 
-def find_tensor(
-    tensor: torch.Tensor | ShardedTensor,
-    index: MetadataIndex,
-    sizes: Sequence[int] | None = None,
+def _find_tensor(
+    tensor: torch.Tensor | ShardedTensor, index: MetadataIndex, sizes: Sequence[int] | None
 ) -> torch.Tensor:
     """Return the local shard of a tensor that an index means, or the asked part of one.
 
-    The index's hint is tried first, then every shard's offset, then every shard that
-    contains the whole asked chunk.
-
-    Raises:
-        IncompatibleError: If this rank holds no such chunk; names the offsets it holds.
+    The shard that the index's hint names comes first: an empty one may have the same offset.
     """
-    if index.offset is None:
-        return _the_only_shard(tensor, index)
     held = _shards(tensor)
+    if index.offset is None:
+        if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__get_tensor_shard__"):
+            return tensor
+        if len(held) == 1:
+            return _shard(tensor, MetadataIndex(index.fqn, held[0][0], 0), 0)
+        raise IncompatibleError(
+            f"{index.fqn!r} is sharded and no offset was given; this rank holds {_describe(held)}"
+        )
     wanted = tuple(index.offset)
-    hint = index.index
-    if hint is not None and 0 <= hint < len(held) and held[hint][0] == wanted:
-        candidates = [hint]
-    else:
-        candidates = [n for n, (offsets, _) in enumerate(held) if offsets == wanted]
-    for number in candidates:
-        if sizes is None or tuple(sizes) == held[number][1]:
+    for number in sorted(range(len(held)), key=lambda number: number != index.index):
+        offsets, shape = held[number]
+        if offsets == wanted and (sizes is None or tuple(sizes) == shape):
             return _shard(tensor, index, number)
     if sizes is not None:
         for number, (offsets, shape) in enumerate(held):
             if _contains(offsets, shape, wanted, sizes):
                 whole = _shard(tensor, MetadataIndex(index.fqn, offsets, number), number)
-                return _narrow(whole, offsets, wanted, sizes)
+                starts = [want - first for want, first in zip(wanted, offsets, strict=True)]
+                return narrow(whole, starts, sizes)
     raise IncompatibleError(
         f"{index.fqn!r} has no chunk at {wanted}"
         + ("" if sizes is None else f" of shape {tuple(sizes)}")
         + f" on this rank; it holds {_describe(held)}"
     )
-
-
-def _the_only_shard(tensor: torch.Tensor | ShardedTensor, index: MetadataIndex) -> torch.Tensor:
-    if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__get_tensor_shard__"):
-        return tensor
-    held = _shards(tensor)
-    if len(held) != 1:
-        raise IncompatibleError(
-            f"{index.fqn!r} is sharded and no offset was given; this rank holds {_describe(held)}"
-        )
-    return _shard(tensor, MetadataIndex(index.fqn, held[0][0], 0), 0)
 
 
 def _shards(
@@ -192,19 +180,8 @@ def _contains(
     )
 
 
-def _narrow(
-    whole: torch.Tensor, offsets: Sequence[int], wanted: Sequence[int], sizes: Sequence[int]
-) -> torch.Tensor:
-    for dim, (held, want, size) in enumerate(zip(offsets, wanted, sizes, strict=True)):
-        whole = whole.narrow(dim, want - held, size)
-    return whole
-
-
 def _describe(held: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    if not held:
-        return "no chunk of it"
-    shown = ", ".join(f"{shape} at {offsets}" for offsets, shape in held[:8])
-    return shown + (f" and {len(held) - 8} more" if len(held) > 8 else "")
+    return listed([f"{shape} at {offsets}" for offsets, shape in held]) or "no chunk of it"
 
 
 def _similar(fqn: str, state_dict: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from dcpstore.plan.packed import GlobalSavePlan
 from dcpstore.plan.rules import KeyRules, Rename, find_object
 from dcpstore.plan.values import check_all, record_of
 from dcpstore.plan.wire import PlanCache
+from dcpstore.text import indented
 from dcpstore.torch_private import dedup_save_plans, validate_global_plan
 
 
@@ -126,8 +127,7 @@ class SavePlanner(DcpSavePlanner):
         metadata.planner_data = merged
         problems = validate_global_plan(plans, metadata)
         if problems:
-            shown = "\n".join(f"  {problem}" for problem in problems[:10])
-            raise IncompatibleError(f"the ranks' tensors do not fit together:\n{shown}")
+            raise IncompatibleError(f"the ranks' tensors do not fit together:{indented(problems)}")
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -168,10 +168,9 @@ class SavePlanner(DcpSavePlanner):
         if data is None or self._max_item_bytes is None:
             yield item
             return
-        sizes = tuple(data.chunk.sizes)
-        num_bytes = prod(sizes) * data.properties.dtype.itemsize
+        sizes, properties = tuple(data.chunk.sizes), data.properties
+        num_bytes = prod(sizes) * properties.dtype.itemsize
         axis = next((a for a, size in enumerate(sizes) if size > 1), None)
-        properties = data.properties
         if properties.layout != torch.strided or not is_plain_dtype(properties.dtype):
             axis = None  # it is only stored whole
         if num_bytes <= self._max_item_bytes or axis is None:

@@ -25,8 +25,8 @@ from dcpstore.format.values import (
     is_encoded,
     opens_as_saved,
 )
+from dcpstore.text import indented
 
-_MOST_NAMED = 10
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _SCALARS = frozenset((float, str, bool, type(None)))
 
@@ -66,12 +66,9 @@ def check_all(state_dict: Mapping[str, Any], *, allow_pickle: bool) -> None:
             except UnsupportedValueError as error:
                 problems.append(_refusal(name, error))
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
-        more = len(problems) - _MOST_NAMED
         raise IncompatibleError(
-            "the state dict holds what a load could not give back; nothing was written:\n"
-            + shown
-            + (f"\n  and {more} more" if more > 0 else "")
+            "the state dict holds what a load could not give back; nothing was written:"
+            + indented(problems)
         )
 
 
