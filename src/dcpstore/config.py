@@ -90,7 +90,12 @@ class WriteConfig:
                 f"budget_bytes={self.budget_bytes} must hold at least two parts of"
                 f" part_bytes={self.part_bytes}: one to fill while one uploads"
             )
-        _check_block(self.checksum_block_bytes)
+        block_bytes = self.checksum_block_bytes
+        if block_bytes < 4096 or block_bytes & (block_bytes - 1):
+            raise ConfigError(
+                f"checksum_block_bytes={block_bytes} must be a power of two of at least 4096,"
+                " so that no element is split between two blocks"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +173,3 @@ def _check_positive(config: Any, *, zero_allowed: tuple[str, ...]) -> None:
         least = 0 if field.name in zero_allowed else 1
         if not value >= least:
             raise ConfigError(f"{field.name}={value!r} must be at least {least}")
-
-
-def _check_block(block_bytes: int) -> None:
-    if block_bytes < 4096 or block_bytes & (block_bytes - 1):
-        raise ConfigError(
-            f"checksum_block_bytes={block_bytes} must be a power of two of at least 4096,"
-            " so that no element is split between two blocks"
-        )

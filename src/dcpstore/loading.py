@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -33,6 +33,7 @@ from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError, NotFoundError
 from dcpstore.plan import LoadPlanner
 from dcpstore.plan.coverage import refuse_lacks, with_holes
+from dcpstore.plan.load import KeyReport
 from dcpstore.plan.rules import Strictness
 from dcpstore.plan.wire import PlanCache
 from dcpstore.ranks import RankGroup, steps
@@ -163,18 +164,15 @@ class _LoadJob:
         found = steps.broadcast(self._group, "read metadata", look)
         if isinstance(found, Discovered):
             return found, True
-        return self._read_own_metadata(reader, found), False
 
-    def _read_own_metadata(self, reader: ObjectStoreReader, absent: NotFoundError) -> Discovered:
-        """Look for this rank's own metadata, as a save with use_collectives=False leaves it."""
-
-        def look() -> Discovered:
+        def look_for_own() -> Discovered:
+            # A save with use_collectives=False leaves the metadata of each rank.
             try:
                 return reader.discover(rank=self._group.rank)
             except NotFoundError:
-                raise absent from None
+                raise found from None
 
-        return steps.each(self._group, "read each rank's metadata", look)
+        return steps.each(self._group, "read each rank's metadata", look_for_own), False
 
     def _plan(self, make_state: StateMaker, found: Metadata | Discovered) -> LoadPlan:
         @collector_paused()  # once, as it walks over every object when it is turned on again
@@ -232,6 +230,9 @@ class _LoadJob:
 
             job = steps.each(self._group, "check targets", prepare)
             keys = sorted({item.key for item in self._metadata.storage_data.values()})
+            cache: PlanCache[Shares] = PlanCache()
+            if isinstance(self._planner, LoadPlanner):
+                cache = self._planner.plan_cache
             self._sharing, self._is_plan_cached = read_shared(
                 self._group,
                 job,
@@ -239,16 +240,9 @@ class _LoadJob:
                 reader.config,
                 keys=keys,
                 policy=self._policy if is_global else "never",
-                cache=self._share_cache(),
+                cache=cache,
             )
         return job.stats
-
-    def _share_cache(self) -> PlanCache[Shares]:
-        """Return the planner's, which lives as long as the caller keeps the planner."""
-        if isinstance(self._planner, LoadPlanner):
-            cache: PlanCache[Shares] = self._planner.plan_cache
-            return cache
-        return PlanCache()
 
     def _read_torch_save(self, reader: BroadcastingTorchSaveReader, plan: LoadPlan) -> ReadStats:
         stats, self._sharing = reader.read_planned(
@@ -268,15 +262,6 @@ class _LoadJob:
         )
         return ReadStats()
 
-    def _hand_over(self) -> None:
-        """Give the caller's objects what was loaded for them."""
-        for key, value in self._state.items():
-            target = self._target[key]
-            if is_stateful(target):
-                target.load_state_dict(value)
-            else:
-                self._target[key] = value
-
     def _result(self, stats: ReadStats) -> LoadResult:
         own = Transfer(
             stats.num_requests,
@@ -287,31 +272,31 @@ class _LoadJob:
         )
 
         def hand_over() -> Transfer:
-            self._hand_over()
+            for key, value in self._state.items():
+                target = self._target[key]
+                if is_stateful(target):
+                    target.load_state_dict(value)
+                else:
+                    self._target[key] = value
             return own
 
         job = steps.all_reduce(self._group, "hand over", hand_over, Transfer.total)
-        # A rank whose shard of a tensor is empty plans nothing for a key that it has.
-        known = self._planned.union(getattr(self._planner, "state_dict", None) or ())
-        result = LoadResult(
+        if isinstance(self._planner, LoadPlanner):
+            keys = self._planner.report
+        else:
+            # A rank whose shard of a tensor is empty plans nothing for a key that it has.
+            known = self._planned.union(getattr(self._planner, "state_dict", None) or ())
+            unexpected = sorted(self._metadata.state_dict_metadata.keys() - known)
+            keys = KeyReport(loaded=sorted(self._planned), unexpected=unexpected)
+        return LoadResult(
             url=self._url,
-            loaded=tuple(sorted(self._planned)),
-            missing=(),
-            unexpected=tuple(sorted(self._metadata.state_dict_metadata.keys() - known)),
-            cast={},
+            loaded=tuple(keys.loaded),
+            missing=tuple(keys.missing),
+            unexpected=tuple(keys.unexpected),
+            cast=dict(keys.cast),
             rank=own,
             job=job,
             sharing=self._sharing,
             is_plan_cached=self._is_plan_cached,
             seconds=dict(self._phases.seconds),
-        )
-        if not isinstance(self._planner, LoadPlanner):
-            return result
-        keys = self._planner.report
-        return replace(
-            result,
-            loaded=tuple(keys.loaded),
-            missing=tuple(keys.missing),
-            unexpected=tuple(keys.unexpected),
-            cast=dict(keys.cast),
         )

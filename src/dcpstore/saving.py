@@ -115,7 +115,7 @@ class _SaveJob:
             self._writer.watch(meter)
         with self._phases.phase("plan"):
             agreed = agree_on_save_plan(
-                self._group, self._planner, self._writer, lambda: self._plan_locally(state_dict)
+                self._group, self._planner, self._writer, lambda: self._plan(state_dict)
             )
         succeeded = False
         try:
@@ -127,10 +127,7 @@ class _SaveJob:
             agreed.settle(succeeded)
         return result
 
-    def _plan_locally(self, state_dict: Mapping[str, Any]) -> SavePlan:
-        with collector_paused():
-            return self._plan(state_dict)
-
+    @collector_paused()
     def _plan(self, state_dict: Mapping[str, Any]) -> SavePlan:
         state = {
             key: value.state_dict() if is_stateful(value) else value

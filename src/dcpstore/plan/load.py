@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from dcpstore.plan.nested import Flattened, flatten, give_memory, merge_nested_s
 from dcpstore.plan.rules import KeyRules, Rename, Strictness, find_object, is_strict
 from dcpstore.plan.values import open_record
 from dcpstore.plan.wire import PlanCache
-from dcpstore.text import collector_paused
+from dcpstore.text import collector_paused, indented
 from dcpstore.torch_private import create_read_items, is_in_mesh, narrow
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -68,6 +68,9 @@ class LoadPlanner(DcpLoadPlanner):
         allow_pickle: Open values with plain pickle, which runs code that lies in the bucket.
     """
 
+    flatten_state_dict = True
+    flatten_sharded_tensors = True
+
     def __init__(
         self,
         *,
@@ -104,21 +107,19 @@ class LoadPlanner(DcpLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self.report = KeyReport()
-        flat = self._flatten(state_dict)
+        if self.flatten_state_dict:
+            flat = flatten(state_dict)
+        else:
+            flat = Flattened(dict(state_dict), {key: (key,) for key in state_dict})
         give_memory(state_dict, flat)
         self._take(flat)
-        if metadata is not None:
+        if metadata is not None and self.flatten_state_dict:
             self._use_old_keys_if_saved_so(metadata)
 
     def _take(self, flat: Flattened) -> None:
-        self.state_dict, self.mappings = self._merge_shards(flat.values), flat.paths
-
-    def _flatten(self, state_dict: dict[str, Any]) -> Flattened:
-        """Return values and paths by key."""
-        return flatten(state_dict)
-
-    def _merge_shards(self, flat: dict[str, Any]) -> dict[str, Any]:
-        return merge_nested_shards(flat)
+        self.state_dict, self.mappings = flat.values, flat.paths
+        if self.flatten_sharded_tensors:
+            self.state_dict = merge_nested_shards(flat.values)
 
     def _use_old_keys_if_saved_so(self, metadata: Metadata) -> None:
         """Take torch 2.3's flattening, which kept lists whole, if the checkpoint has its keys."""
@@ -139,11 +140,10 @@ class LoadPlanner(DcpLoadPlanner):
         metadata = self.metadata
         assert metadata is not None, "set_up_planner was given no metadata"
         with collector_paused():
-            return self._match(metadata)
+            return self._match(metadata.state_dict_metadata)
 
-    def _match(self, metadata: Metadata) -> LoadPlan:
+    def _match(self, saved: Mapping[str, Any]) -> LoadPlan:
         names = self._rules.stored_names(list(self.state_dict))
-        saved = metadata.state_dict_metadata
         items: list[ReadItem] = []
         problems: list[str] = []
         for fqn, name in names.items():
@@ -157,7 +157,9 @@ class LoadPlanner(DcpLoadPlanner):
             if problem:
                 problems.append(problem)
                 continue
-            self._note_loaded(name, entry, value)
+            self.report.loaded.append(name)
+            if isinstance(entry, TensorStorageMetadata) and value.dtype != entry.properties.dtype:
+                self.report.cast[name] = (entry.properties.dtype, value.dtype)
             whole = _whole_item(entry, value, fqn, name)
             if whole is not None:
                 items.append(whole)
@@ -168,14 +170,7 @@ class LoadPlanner(DcpLoadPlanner):
             raise IncompatibleError(self._explain(problems))
         return LoadPlan(items)
 
-    def _note_loaded(self, name: str, entry: Any, value: Any) -> None:
-        self.report.loaded.append(name)
-        if isinstance(entry, TensorStorageMetadata) and value.dtype != entry.properties.dtype:
-            self.report.cast[name] = (entry.properties.dtype, value.dtype)
-
     def _explain(self, problems: Sequence[str]) -> str:
-        shown = "\n".join(f"  {problem}" for problem in problems[:10])
-        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
         unexpected = self.report.unexpected
         also = (
             f"\nthe checkpoint has {len(unexpected)} key(s) that the state dict lacks, such as"
@@ -184,7 +179,8 @@ class LoadPlanner(DcpLoadPlanner):
             else ""
         )
         return (
-            f"the checkpoint does not fit the state dict; nothing was loaded:\n{shown}{more}{also}"
+            "the checkpoint does not fit the state dict; nothing was loaded:"
+            f"{indented(problems)}{also}"
             "\nPass strict=False (or per prefix) to leave missing keys as they are, or rename="
         )
 
@@ -349,19 +345,6 @@ class DynamicMetaLoadPlanner(LoadPlanner):
             names = self._rules.stored_names(list(self.state_dict))
             entries = {name: _as_if_saved(self.state_dict[fqn]) for fqn, name in names.items()}
             self.metadata = Metadata(state_dict_metadata=entries)
-
-    def _flatten(self, state_dict: dict[str, Any]) -> Flattened:
-        if self.flatten_state_dict:
-            return super()._flatten(state_dict)
-        paths = {key: (key,) for key in state_dict}
-        return Flattened(dict(state_dict), paths, dict(paths))
-
-    def _merge_shards(self, flat: dict[str, Any]) -> dict[str, Any]:
-        return super()._merge_shards(flat) if self.flatten_sharded_tensors else flat
-
-    def _use_old_keys_if_saved_so(self, metadata: Metadata) -> None:
-        if self.flatten_state_dict:
-            super()._use_old_keys_if_saved_so(metadata)
 
 
 def _as_if_saved(value: Any) -> STORAGE_TYPES:

@@ -76,15 +76,13 @@ def text_of(path: TypedPath) -> str:
 
 
 class _Walk:
-    """The way through a state dict: the steps to where it is now, in three forms."""
+    """The way through a state dict: the steps to where it is now, as keys and as DCP keeps them."""
 
     def __init__(self, *, as_torch_2_3: bool, check_keys: bool) -> None:
         self._leaves_whole = _holds_no_tensor if as_torch_2_3 else _is_leaf
         self._check_keys = check_keys
         self._steps: list[Any] = []
-        self._texts: list[str] = []
         self._dcp_steps: list[str | int] = []
-        self._num_typed = 0
         self.found = Flattened()
 
     @property
@@ -99,21 +97,15 @@ class _Walk:
                 " again; save dict(...) of it"
             )
         for key, value in mapping.items():
-            if type(key) is str:
-                self._step(key, key, key, value)
-                continue
-            if self._check_keys and not _is_allowed(key):
+            if self._check_keys and type(key) is not str and not _is_allowed(key):
                 raise IncompatibleError(
                     f"{text_of(self.path)} has the key {key!r} of type {type(key).__name__}; keys"
                     " may be str, int, bool, float, None, bytes and tuples of these. Rename it"
                 )
-            self._num_typed += 1
-            self._step(key, str(key), str(key), value)
-            self._num_typed -= 1
+            self._step(key, str(key), value)
 
-    def _step(self, step: Any, text: str, dcp_step: str | int, value: Any) -> None:
+    def _step(self, step: Any, dcp_step: str | int, value: Any) -> None:
         self._steps.append(step)
-        self._texts.append(text)
         self._dcp_steps.append(dcp_step)
         if type(value) in _PLAIN or self._leaves_whole(value):
             self._keep(value)
@@ -121,14 +113,13 @@ class _Walk:
             self.enter_mapping(value)
         else:
             for number, one in enumerate(value):
-                self._step(number, str(number), number, one)
+                self._step(number, number, one)
         self._steps.pop()
-        self._texts.pop()
         self._dcp_steps.pop()
 
     def _keep(self, value: Any) -> None:
         found = self.found
-        name, path = ".".join(self._texts), tuple(self._steps)
+        name, path = ".".join(map(str, self._dcp_steps)), tuple(self._steps)
         if name in found.values:
             raise IncompatibleError(
                 f"{text_of(found.paths[name])} and {text_of(path)} would both be stored as"
@@ -136,7 +127,7 @@ class _Walk:
             )
         found.values[name] = value
         found.paths[name] = path
-        found.dcp_paths[name] = tuple(self._dcp_steps) if self._num_typed else path
+        found.dcp_paths[name] = tuple(self._dcp_steps)
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, float, str, bool, type(None)))
