@@ -55,7 +55,6 @@ from dcpstore.plan.wire import (
     KeyKind,
     KeyRow,
     PackedPlan,
-    PartKind,
     PlanCache,
     PlanFlag,
     SaveColumns,
@@ -63,7 +62,8 @@ from dcpstore.plan.wire import (
     cut_rows,
     decode_columns,
     decode_rows,
-    key_parts,
+    encode_columns,
+    encode_rows,
     pack_columns,
     parts_of,
     read_head,
@@ -134,20 +134,19 @@ class Job:
         return SaveColumns(
             start=np.concatenate([*starts, np.zeros(rest)]).astype(np.int64),
             length=np.concatenate([*lengths, *ones]).astype(np.int64),
-            row=None,
-            box_item=NUM_SHARDED + np.arange(num_boxes),
-            box_offsets=np.full((num_boxes, 1), columns * (rank % TENSOR_PARALLEL)),
-            box_sizes=np.full((num_boxes, 1), columns),
+            box=np.repeat([0, 1, 0], [NUM_SHARDED, num_boxes, NUM_BOXES - num_boxes + rest]),
+            boxes=np.array([[[columns * (rank % TENSOR_PARALLEL)], [columns]]] * bool(num_boxes)),
         )
 
     def packed(self) -> Iterator[PackedPlan]:
         """Yield each rank's packed plan; the runs of keys that all share are packed once."""
         rows = self.rows(0)
-        *runs, tail = [list(run) for run in cut_rows(rows)]
-        shared = [part for run in runs for part in key_parts(run)]
+        *runs, tail = cut_rows(rows)
+        shared = [encode_rows(run) for run in runs]
         for rank in range(self.num_ranks):
-            own = key_parts([*tail[:-1], self.row_of_own(rank)])
-            yield pack_columns(self.columns(rank), [*shared, *own], flags=PlanFlag.HAS_PATHS)
+            own = [encode_rows(run) for run in cut_rows([*tail[:-1], self.row_of_own(rank)])]
+            items = encode_columns(self.columns(rank))
+            yield PackedPlan.of(len(rows), items, [*shared, *own], PlanFlag.HAS_PATHS)
 
     def row_of_own(self, rank: int) -> KeyRow:
         """Return the key that no other rank has."""
@@ -201,7 +200,6 @@ def _measure_cache(ranks: list[PackedPlan], plan: GlobalSavePlan) -> dict[str, f
     cache.assemble(request, answers)
     key = cache_key(digests, "benchmark")
     cache.put(key, plan)
-    cache.confirm(key)
     began = time.perf_counter()
     found = cache.find(cache_key(digests, "benchmark"))
     assert found is plan
@@ -220,26 +218,19 @@ def _measure_cache(ranks: list[PackedPlan], plan: GlobalSavePlan) -> dict[str, f
 
 def to_save_plan(plan: PackedPlan) -> SavePlan:
     """Return the plan of DCP that was packed, or one that packs to the same bytes."""
-    rows = [row for run in plan.bodies_of(PartKind.KEYS) for row in decode_rows(run)]
-    (data,) = plan.bodies_of(PartKind.ROWS)
-    columns = decode_columns(data, plan.num_items)
-    numbers = range(plan.num_items) if columns.row is None else columns.row.tolist()
-    box_of = dict(zip(columns.box_item.tolist(), range(len(columns.box_item)), strict=True))
+    rows = [row for run in plan.bodies[1:] for row in decode_rows(run)]
+    columns = decode_columns(plan.bodies[0], plan.num_items)
+    places = zip(columns.start.tolist(), columns.length.tolist(), columns.box.tolist(), strict=True)
     items = []
-    for at, (number, start, length) in enumerate(
-        zip(numbers, columns.start.tolist(), columns.length.tolist(), strict=True)
-    ):
-        row = rows[number]
+    for row, (start, length, box) in zip(rows, places, strict=False):
         if row.is_value:
             size = BytesIOWriteData(length) if start else None
             index = MetadataIndex(row.fqn)
             items.append(WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=size))
             continue
         offsets, sizes = [start, *(0,) * (len(row.size) - 1)], [length, *row.size[1:]]
-        if at in box_of:
-            box, inner = box_of[at], len(row.size) - 1
-            offsets[1:] = columns.box_offsets[box, :inner].tolist()
-            sizes[1:] = columns.box_sizes[box, :inner].tolist()
+        if box:
+            offsets[1:], sizes[1:] = columns.boxes[box - 1, :, : len(row.size) - 1].tolist()
         num_dims = len(row.size)
         chunk = ChunkStorageMetadata(torch.Size(offsets[:num_dims]), torch.Size(sizes[:num_dims]))
         kind = WriteItemType.TENSOR if chunk.sizes == row.size else WriteItemType.SHARD
@@ -312,10 +303,10 @@ def balance(mesh: tuple[int, int], replicated: list[tuple[bool, bool]], seed: in
         columns = SaveColumns(
             np.array([chunk.offsets[0] for chunk in held]),
             np.array([chunk.num_bytes for chunk in held]),
-            *(None, np.empty(0, np.int64)),
-            *(np.empty((0, 0), np.int64),) * 2,
+            np.zeros(len(held), np.int64),
+            np.empty((0, 2, 0), np.int64),
         )
-        packed.append(pack_columns(columns, key_parts(rows)))
+        packed.append(pack_columns(columns, rows))
         writes = decide_locally(held, rank)
         alone[rank] = sum(c.num_bytes for c, mine in zip(held, writes, strict=True) if mine)
     torchs = [

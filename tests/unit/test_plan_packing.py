@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import (
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.plan.merge import merge_save_plans
 from dcpstore.plan.packed import to_packed_plan
-from dcpstore.plan.wire import PackedPlan, PartKind, read_head
+from dcpstore.plan.wire import PackedPlan, read_head
 from plan_items import shard, value, whole
 
 
@@ -119,7 +119,7 @@ def test_ranks_share_the_tables_of_keys_that_they_have_in_common() -> None:
         return to_packed_plan(SavePlan([*keys, value(f"loader.rank_{number}")]))
 
     first, second = rank(0), rank(1)
-    names = [{name for name in plan.names if name[0] == PartKind.KEYS} for plan in (first, second)]
+    names = [set(plan.names[1:]) for plan in (first, second)]
     assert len(names[0]) > 2
     assert len(names[0] - names[1]) == 1
 
@@ -144,3 +144,12 @@ def test_damaged_parts_are_refused(number: int) -> None:
     bodies[number][-5] ^= 255
     with pytest.raises(CorruptError):
         merge_save_plans([plan.with_bodies(map(bytes, bodies))])
+
+
+def test_a_key_of_thousands_of_items_is_packed_and_merged() -> None:
+    items = [shard("w", (row, 0), (1, 4), (3000, 8)) for row in range(3000)]
+    other = [shard("w", (row, 4), (1, 4), (3000, 8)) for row in range(3000)]
+    packed = [to_packed_plan(SavePlan(some)) for some in (items, other)]
+    assert to_save_plan(packed[1]).items == other
+    assert len(packed[0].names) <= 1 + 3
+    assert len(merge_save_plans(packed).chunks.key) == 6000

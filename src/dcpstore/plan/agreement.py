@@ -61,7 +61,7 @@ class Agreement(Generic[T]):
         self._request: PartRequest | None = None
         self._key = b""
         self.merged: T | None = None
-        """What all plans led to; on the coordinator only."""
+        """What the coordinator made of all plans; None on the other ranks."""
         self.is_cached = False
         """Whether it was known from earlier plans."""
         self.sent_bytes = 0
@@ -96,8 +96,10 @@ class Agreement(Generic[T]):
 
     def settle(self, succeeded: bool) -> None:
         """Keep the decision for later plans if what it was made for succeeded; else forget it."""
+        if self.merged is None:
+            return
         if succeeded:
-            self._cache.confirm(self._key)
+            self._cache.put(self._key, self.merged)
         else:
             self._cache.invalidate(self._key)
 
@@ -117,5 +119,4 @@ class Agreement(Generic[T]):
         assert self._request is not None
         self.sent_bytes += sum(len(part) for parts in answers for part in parts)
         self.merged = self._merge_plans(self._cache.assemble(self._request, answers))
-        self._cache.put(self._key, self.merged)
         return self.merged.decisions

@@ -35,15 +35,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from dcpstore.errors import ConfigError, IncompatibleError
 from dcpstore.plan.overlap import find_overlaps, stable_order
 from dcpstore.plan.packed import ChunkColumns, GlobalSavePlan, encode_decisions
-from dcpstore.plan.table import Boxes, Items, KeyTable, Piece, join_tables, pieces, read_items
+from dcpstore.plan.table import Items, KeyTable, Piece, pieces, read_items
 from dcpstore.plan.wire import Ints, KeyRow, PackedPlan, PlanFlag
+from dcpstore.text import listed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,127 +55,57 @@ class Chunks:
         items: Who plans them: the copies of a chunk behind each other, by place.
         first: Per chunk, its first copy among ``items``.
         num_copies: Per chunk, how many there are.
-        key, start, length, box: What the first copy says of it; see `Piece`.
+        copy: The first copy of each chunk.
         num_elements: Per chunk; a value counts its bytes where known.
     """
 
     items: Piece
     first: Ints
     num_copies: Ints
-    key: Ints
-    start: Ints
-    length: Ints
-    box: Ints | None
+    copy: Piece
     num_elements: Ints
 
 
-def out_of_bounds(piece: Piece, boxes: Boxes, table: KeyTable) -> Ints:
+def out_of_bounds(piece: Piece, boxes: Ints, table: KeyTable) -> Ints:
     """Return the positions of the items whose chunk is not inside its tensor."""
     room = table.rows_bound[piece.key] - piece.length
     is_bad = (piece.start < 0) | (piece.length < 0) | (piece.start > room)
-    if piece.box is not None:
-        at = np.flatnonzero(piece.box >= 0)
-        offsets, sizes = boxes.offsets[piece.box[at]], boxes.sizes[piece.box[at]]
-        bound = table.inner_sizes[piece.key[at], : boxes.num_dims]
-        is_bad[at] |= ((offsets < 0) | (sizes < 0) | (offsets > bound - sizes)).any(axis=1)
+    boxed = np.flatnonzero(piece.box)
+    offsets, sizes = boxes[piece.box[boxed]].swapaxes(0, 1)
+    bound = table.inner_sizes[piece.key[boxed], : boxes.shape[2]]
+    is_bad[boxed] |= ((offsets < 0) | (sizes < 0) | (offsets > bound - sizes)).any(axis=1)
     return np.flatnonzero(is_bad)
 
 
-def find_chunks(piece: Piece, boxes: Boxes, table: KeyTable) -> Chunks:
+def find_chunks(piece: Piece, boxes: Ints, table: KeyTable) -> Chunks:
     """Group the items, which lie inside their tensors, by key and offsets."""
     address = table.base[piece.key] + piece.start * table.step[piece.key, 0]
-    if piece.box is not None:
-        at = np.flatnonzero(piece.box >= 0)
-        inner = table.step[piece.key[at], 1 : 1 + boxes.num_dims]
-        address[at] += (boxes.offsets[piece.box[at]] * inner).sum(axis=1)
+    num_elements = piece.length * table.inner[piece.key]
+    boxed = np.flatnonzero(piece.box)
+    offsets, sizes = boxes[piece.box[boxed]].swapaxes(0, 1)
+    step = table.step[piece.key[boxed], 1 : 1 + boxes.shape[2]]
+    address[boxed] += (offsets * step).sum(axis=1)
+    num_elements[boxed] = piece.length[boxed] * sizes.prod(axis=1)
     order = stable_order(address)
     if order is not None:
-        piece, address = piece[order], address[order]
+        piece, address, num_elements = piece.take(order), address[order], num_elements[order]
     is_first = np.ones(len(address), bool)
     np.not_equal(address[1:], address[:-1], out=is_first[1:])
-    piece, is_first = _without_empty_copies(piece, is_first, boxes, table)
     first = np.flatnonzero(is_first)
-    key, length = piece.key[first], piece.length[first]
-    box = None if piece.box is None else piece.box[first]
-    num_elements = length * table.inner[key]
-    if box is not None:
-        at = np.flatnonzero(box >= 0)
-        num_elements[at] = length[at] * boxes.sizes[box[at]].prod(axis=1)
-    num_copies = np.diff(first, append=len(is_first))
-    return Chunks(piece, first, num_copies, key, piece.start[first], length, box, num_elements)
-
-
-def _without_empty_copies(
-    piece: Piece, is_first: Ints, boxes: Boxes, table: KeyTable
-) -> tuple[Piece, Ints]:
-    """Drop empty chunks that share their offsets with a chunk that holds something.
-
-    To write the empty one in its place would lose data.
-
-    Args:
-        piece: Items, sorted by address.
-        is_first: Whether an item is the first of its chunk.
-        boxes: Which of them are boxes.
-        table: Their keys.
-
-    Returns:
-        The same without them.
-    """
-    is_empty = piece.length == 0
-    if piece.box is not None:
-        at = np.flatnonzero(piece.box >= 0)
-        is_empty[at] |= (boxes.sizes[piece.box[at]] == 0).any(axis=1)
-    if not ((is_empty[1:] != is_empty[:-1]) & ~is_first[1:]).any():
-        return piece, is_first
-    first = np.flatnonzero(is_first)
-    is_mixed = ~np.logical_and.reduceat(is_empty, first) & ~table.is_value[piece.key[first]]
-    stays = ~(is_empty & np.repeat(is_mixed, np.diff(first, append=len(is_first))))
-    chunk = np.cumsum(is_first)[stays]
-    return piece[stays], np.diff(chunk, prepend=0) != 0
-
-
-class ChunkRecord:
-    """Keeps what the metadata says of chunks, piece after piece."""
-
-    def __init__(self, boxes: Boxes) -> None:
-        self._boxes = boxes
-        self._columns: list[tuple[Ints, Ints, Ints]] = []
-        self._box_at = [np.empty(0, np.int64)]
-        self._box = [np.empty(0, np.int64)]
-        self._num_chunks = 0
-
-    def add(self, chunks: Chunks) -> None:
-        """Keep the chunks of further keys."""
-        self._columns.append((chunks.key, chunks.start, chunks.length))
-        if chunks.box is not None:
-            at = np.flatnonzero(chunks.box >= 0)
-            self._box_at.append(self._num_chunks + at)
-            self._box.append(chunks.box[at])
-        self._num_chunks += len(chunks.key)
-
-    def finish(self, num_keys: int) -> ChunkColumns:
-        """Return all chunks; there are none of keys without items."""
-        none = np.empty(0, np.int32)
-        key, start, length = (
-            (np.concatenate([none, *column]) for column in zip(*self._columns, strict=True))
-            if self._columns
-            else (none, none, none)
-        )
-        box = np.concatenate(self._box)
-        return ChunkColumns(
-            key=key,
-            start=start,
-            length=length,
-            first_of_key=np.searchsorted(key, np.arange(num_keys + 1, dtype=np.int32)),
-            box_at=np.concatenate(self._box_at),
-            box_offsets=self._boxes.offsets[box],
-            box_sizes=self._boxes.sizes[box],
-        )
+    # Where an empty chunk has the offsets of one that holds something, to write the empty one in
+    # its place would lose data.
+    is_empty = num_elements == 0
+    if ((is_empty[1:] != is_empty[:-1]) & ~is_first[1:]).any():
+        holds = ~np.logical_and.reduceat(is_empty, first) & ~table.is_value[piece.key[first]]
+        stays = ~(is_empty & np.repeat(holds, np.diff(first, append=len(address))))
+        piece, num_elements = piece.take(stays), num_elements[stays]
+        first = np.flatnonzero(np.diff(np.cumsum(is_first)[stays], prepend=0))
+    num_copies = np.diff(first, append=len(piece.at))
+    return Chunks(piece, first, num_copies, piece.take(first), num_elements[first])
 
 
 ProblemKind: TypeAlias = Literal["conflict", "bounds", "duplicate", "overlap", "gap"]
 MAX_SHOWN = 16
-_MAX_RANKS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +142,8 @@ class PlanError(IncompatibleError):
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0, 1, 2 and 13 more"."""
-    shown = ", ".join(str(rank) for rank in ranks[:_MAX_RANKS_SHOWN])
-    more = len(ranks) - _MAX_RANKS_SHOWN
-    rest = f" and {more} more" if more > 0 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{rest}"
+    """Return ``"rank 3"`` or ``"ranks 0, 1, 2 and 13 more"``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(list(map(str, ranks)))}"
 
 
 class _Stage(IntEnum):
@@ -235,7 +163,7 @@ class Inspector:
         table: All keys.
     """
 
-    def __init__(self, boxes: Boxes, table: KeyTable) -> None:
+    def __init__(self, boxes: Ints, table: KeyTable) -> None:
         self._boxes = boxes
         self._table = table
         self._problems: dict[_Stage, list[Problem]] = {stage: [] for stage in _Stage}
@@ -294,8 +222,10 @@ class Inspector:
         """Compare the sizes of items with those of others, by default the ones before them."""
         other = one - 1 if other is None else other
         differs = items.length[one] != items.length[other]
-        if items.box is not None:
-            sizes = self._inner_sizes(items)
+        if items.box.any():
+            sizes = self._table.inner_sizes[items.key]
+            boxed = np.flatnonzero(items.box)
+            sizes[boxed, : self._boxes.shape[2]] = self._boxes[items.box[boxed], 1]
             differs |= (sizes[one] != sizes[other]).any(axis=1)
         result: Ints = differs & ~self._table.is_value[items.key[one]]
         return result
@@ -303,15 +233,15 @@ class Inspector:
     def check_chunks(self, chunks: Chunks, *, require_full: bool) -> bool:
         """Look for chunks that overlap, and for tensors that they do not fill."""
         overlapping, is_fine = self._check_overlaps(chunks)
-        if not require_full or not len(chunks.key):
+        if not require_full or not len(chunks.first):
             return is_fine
         table = self._table
-        first = np.flatnonzero(np.diff(chunks.key, prepend=-1))
-        key = chunks.key[first]
+        first = np.flatnonzero(np.diff(chunks.copy.key, prepend=-1))
+        key = chunks.copy.key[first]
         held = np.add.reduceat(chunks.num_elements, first)
         needed = table.rows_bound[key] * np.where(table.is_value[key], 0, table.inner[key])
         gaps = np.flatnonzero((held != needed) & ~table.is_value[key])
-        ends = np.append(first[1:], len(chunks.key))
+        ends = np.append(first[1:], len(chunks.first))
         return is_fine & self._add(
             _Stage.CHUNKS,
             [at for at in gaps.tolist() if int(key[at]) not in overlapping],
@@ -323,43 +253,40 @@ class Inspector:
         chunk = self._uncut(chunks)
         if not len(chunk):
             return set(), True
-        starts, ends = self._extents(chunks, chunk)
-        pairs = find_overlaps(chunks.key[chunk], starts, ends, max_found=MAX_SHOWN)
-        pairs = chunk[pairs]
-        by_place = np.argsort(chunks.items.at[chunks.first[pairs]], axis=1)
-        pairs = np.take_along_axis(pairs, by_place, axis=1)
-        is_fine = self._add(_Stage.CHUNKS, pairs.tolist(), lambda pair: self._overlap(chunks, pair))
-        return set(chunks.key[pairs.ravel()].tolist()), is_fine
+        copy = chunks.copy
+        starts, ends = self._extents(copy.take(chunk))
+        pairs = chunk[find_overlaps(copy.key[chunk], starts, ends, max_found=MAX_SHOWN)]
+        pairs = np.take_along_axis(pairs, np.argsort(copy.at[pairs], axis=1), axis=1)
+        is_fine = self._add(_Stage.CHUNKS, pairs.tolist(), lambda pair: self._overlap(copy, *pair))
+        return set(copy.key[pairs.ravel()].tolist()), is_fine
 
     def _uncut(self, chunks: Chunks) -> Ints:
         """Return the chunks of keys that cuts between rows do not take apart, empty ones left out.
 
         None where tensors are sharded by rows: chunks come in the order of their rows.
         """
-        if not len(chunks.key):
-            return np.empty(0, np.int64)
-        end = chunks.start + chunks.length
-        meets = (chunks.start[1:] < end[:-1]) & (chunks.key[1:] == chunks.key[:-1])
+        copy = chunks.copy
+        end = copy.start + copy.length
+        meets = (copy.start[1:] < end[:-1]) & (copy.key[1:] == copy.key[:-1])
         if not meets.any():
             return np.empty(0, np.int64)
         is_uncut = np.zeros(len(self._table.rows), bool)
-        is_uncut[chunks.key[1:][meets]] = True
+        is_uncut[copy.key[1:][meets]] = True
         is_uncut &= ~self._table.is_value
-        return np.flatnonzero(is_uncut[chunks.key] & (chunks.num_elements > 0))
+        return np.flatnonzero(is_uncut[copy.key] & (chunks.num_elements > 0))
 
-    def _extents(self, chunks: Chunks, chosen: Ints) -> tuple[Ints, Ints]:
+    def _extents(self, copy: Piece) -> tuple[Ints, Ints]:
         """Return where chunks start and end in every dimension."""
-        boxes, inner = self._boxes, self._table.inner_sizes[chunks.key[chosen]]
-        starts = np.zeros((len(chosen), 1 + inner.shape[1]), np.int64)
-        starts[:, 0] = chunks.start[chosen]
+        inner = self._table.inner_sizes[copy.key]
+        starts = np.zeros((len(copy.at), 1 + inner.shape[1]), np.int64)
+        starts[:, 0] = copy.start
         ends = starts.copy()
-        ends[:, 0] += chunks.length[chosen]
+        ends[:, 0] += copy.length
         ends[:, 1:] = inner
-        if chunks.box is not None:
-            at = np.flatnonzero(chunks.box[chosen] >= 0)
-            row, dims = chunks.box[chosen[at]], slice(1, 1 + boxes.num_dims)
-            starts[at, dims] = boxes.offsets[row]
-            ends[at, dims] = boxes.offsets[row] + boxes.sizes[row]
+        boxed, dims = np.flatnonzero(copy.box), slice(1, 1 + self._boxes.shape[2])
+        offsets, sizes = self._boxes[copy.box[boxed]].swapaxes(0, 1)
+        starts[boxed, dims] = offsets
+        ends[boxed, dims] = offsets + sizes
         return starts, ends
 
     # --- the stories ----------------------------------------------------------------
@@ -377,30 +304,18 @@ class Inspector:
     def _row(self, items: Piece, item: int) -> KeyRow:
         return self._table.rows[int(items.key[item])]
 
-    def _inner_sizes(self, items: Piece) -> Ints:
-        """Return what items span in the dimensions after the first."""
-        sizes = self._table.inner_sizes[items.key]
-        if items.box is not None:
-            at = np.flatnonzero(items.box >= 0)
-            sizes[at, : self._boxes.num_dims] = self._boxes.sizes[items.box[at]]
-        return sizes
-
     def _chunk(self, items: Piece, item: int) -> str:
-        row, boxes = self._row(items, item), self._boxes
+        row, box = self._row(items, item), int(items.box[item])
         if row.is_value:
             return "a value"
-        offsets, sizes = [int(items.start[item])], [int(items.length[item])]
-        box = -1 if items.box is None else int(items.box[item])
-        inner = len(row.size) - 1
-        if box >= 0:
-            offsets += boxes.offsets[box].tolist()[:inner]
-            sizes += boxes.sizes[box].tolist()[:inner]
-        elif row.size:
-            offsets += [0] * inner
-            sizes += list(row.size[1:])
-        else:
+        if not row.size:
             return "the whole tensor"
-        return f"a chunk of sizes {tuple(sizes)} at {tuple(offsets)}"
+        inner = row.size[1:]
+        offsets, sizes = [0] * len(inner), list(inner)
+        if box:
+            offsets, sizes = self._boxes[box, :, : len(inner)].tolist()
+        start, length = int(items.start[item]), int(items.length[item])
+        return f"a chunk of sizes {(length, *sizes)} at {(start, *offsets)}"
 
     def _conflict(self, key: int, row: KeyRow, run: int) -> Problem:
         table, known = self._table, self._table.rows[key]
@@ -434,24 +349,22 @@ class Inspector:
         ranks = tuple(sorted(ranks[0] for ranks in stories.values()))
         return Problem("conflict", row.fqn, ranks, f"{row.fqn!r}: {' but '.join(told[:4])}")
 
-    def _overlap(self, chunks: Chunks, pair: list[int]) -> Problem:
-        items = chunks.items
-        one, other = chunks.first[pair].tolist()
-        ranks = [int(items.rank[one]), int(items.rank[other])]
-        row = self._row(items, one)
+    def _overlap(self, copy: Piece, one: int, other: int) -> Problem:
+        ranks = [int(copy.rank[one]), int(copy.rank[other])]
+        row = self._row(copy, one)
         text = (
-            f"{row.fqn!r}: {self._chunk(items, one)} (rank {ranks[0]}) overlaps"
-            f" {self._chunk(items, other)} (rank {ranks[1]})"
+            f"{row.fqn!r}: {self._chunk(copy, one)} (rank {ranks[0]}) overlaps"
+            f" {self._chunk(copy, other)} (rank {ranks[1]})"
         )
         return Problem("overlap", row.fqn, tuple(sorted(set(ranks))), text)
 
     def _gap(self, chunks: Chunks, of_key: slice, held: int) -> Problem:
-        key, first = int(chunks.key[of_key.start]), chunks.first[of_key]
+        key, holders = int(chunks.copy.key[of_key.start]), chunks.copy.rank[of_key]
         row = self._table.rows[key]
-        ranks = sorted(set(chunks.items.rank[first].tolist()))
+        ranks = sorted(set(holders.tolist()))
         needed = int(self._table.rows_bound[key] * self._table.inner[key])
         text = (
-            f"{row.fqn!r} of size {row.size}: the {len(first)} chunks of {list_ranks(ranks)}"
+            f"{row.fqn!r} of size {row.size}: the {len(holders)} chunks of {list_ranks(ranks)}"
             f" hold {held} of {needed} elements"
         )
         return Problem("gap", row.fqn, tuple(ranks[:8]), text)
@@ -466,8 +379,7 @@ _MAX_TIERS = 1024  # exponents of a double
 RECORD_BYTES = 1024  # what a ``torch.save`` record adds to its payload, for the balance
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Replicated:
+class Replicated(NamedTuple):
     """Chunks that the same number of ranks hold.
 
     Attributes:
@@ -598,9 +510,9 @@ class Writers:
     def add(self, chunks: Chunks, payload_bytes: Ints) -> None:
         """Take the chunks of further keys, all of each key at once."""
         num_copies = chunks.num_copies
-        lone = np.flatnonzero(num_copies == 1)
-        self._is_kept[chunks.items.at[chunks.first[lone]]] = True
-        self._load(chunks.items.rank[chunks.first[lone]], payload_bytes[lone])
+        lone = num_copies == 1
+        self._is_kept[chunks.copy.at[lone]] = True
+        self._load(chunks.copy.rank[lone], payload_bytes[lone])
         counts = 2 + np.flatnonzero(np.bincount(num_copies)[2:])
         for count in counts.tolist():
             chosen = np.flatnonzero(num_copies == count)
@@ -633,20 +545,15 @@ class Writers:
             Per item in the order of the layout, whether its rank writes it; and payload bytes
             per rank.
         """
-        classes = [_join(self._replicated.pop(count)) for count in sorted(self._replicated)]
+        classes = [
+            Replicated(*map(np.concatenate, zip(*self._replicated.pop(count), strict=True)))
+            for count in sorted(self._replicated)
+        ]
         for one, column in zip(classes, choose_writers(classes, self._load_bytes), strict=True):
             chosen = np.arange(len(column)), column
             self._is_kept[one.at[chosen]] = True
             self._num_records += np.bincount(one.ranks[chosen], minlength=len(self._num_records))
         return self._is_kept, self._load_bytes - RECORD_BYTES * self._num_records
-
-
-def _join(parts: list[Replicated]) -> Replicated:
-    return Replicated(
-        np.concatenate([part.at for part in parts]),
-        np.concatenate([part.ranks for part in parts]),
-        np.concatenate([part.cost_bytes for part in parts]),
-    )
 
 
 def merge_save_plans(
@@ -674,7 +581,7 @@ def merge_save_plans(
                 f"rank {rank} sent no plan but a reference to one of an earlier save; turn off"
                 " enable_plan_caching in its planner: packed plans are cached by content anyway"
             )
-    table = join_tables(plans)
+    table = KeyTable(plans)
     items = read_items(plans, table)
     writers = Writers(len(items.start), len(plans))
     full = len(plans) > 1 if require_full is None else require_full
@@ -695,9 +602,11 @@ def _go_through(
     items: Items, table: KeyTable, writers: Writers, *, require_full: bool
 ) -> ChunkColumns:
     """Check all items and tell the writers of their chunks."""
-    inspector, record = Inspector(items.boxes, table), ChunkRecord(items.boxes)
+    inspector = Inspector(items.boxes, table)
     inspector.check_keys()
     inspector.raise_problems()
+    none = np.empty(0, np.int32)
+    columns: list[tuple[Ints, ...]] = [(none, none, none, none.astype(np.uint8))]
     for piece in pieces(items, len(table.rows)):
         if not inspector.check_bounds(piece):
             continue
@@ -705,7 +614,10 @@ def _go_through(
         if not inspector.check_copies(chunks):
             continue
         inspector.check_chunks(chunks, require_full=require_full)
-        record.add(chunks)
-        writers.add(chunks, chunks.num_elements * table.item_bytes[chunks.key])
+        copy = chunks.copy
+        columns.append((copy.key, copy.start, copy.length, copy.box))
+        writers.add(chunks, chunks.num_elements * table.item_bytes[copy.key])
     inspector.raise_problems()
-    return record.finish(len(table.rows))
+    key, start, length, box = map(np.concatenate, zip(*columns, strict=True))
+    first_of_key = np.searchsorted(key, np.arange(len(table.rows) + 1, dtype=np.int32))
+    return ChunkColumns(key, start, length, box, items.boxes, first_of_key)

@@ -1,19 +1,17 @@
 """DCP's save plans from and to packed columns, and torch's metadata from a merged plan.
 
-What the coordinator sends back says which of its items a rank keeps. On the wire
-(little-endian)::
+What the coordinator sends back says which of its items a rank keeps::
 
-    u8 version  u8 flags  u32 num_items  u32 mask_bytes  16-byte digest of the answered plan
-    mask: plain or zlib bits, one per item, first item in the highest bit; none if all are kept
+    16-byte digest of the answered plan
+    one zlib stream: a byte per item, 1 if it is kept
 """
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntFlag
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -42,17 +40,8 @@ from dcpstore.plan.wire import (
     Path,
     PlanFlag,
     SaveColumns,
-    key_parts,
     pack_columns,
 )
-
-_VERSION = 1
-_PREFIX = struct.Struct(f"<BBII{DIGEST_BYTES}s")
-
-
-class _Mask(IntFlag):
-    ALL = 1
-    DEFLATED = 2
 
 
 def encode_decisions(is_kept: Sequence[Ints], digests: Sequence[bytes]) -> tuple[bytes, ...]:
@@ -62,44 +51,14 @@ def encode_decisions(is_kept: Sequence[Ints], digests: Sequence[bytes]) -> tuple
         is_kept: Per rank and item of its plan, whether this rank writes it.
         digests: Per rank, the name of its packed plan.
     """
-    masks: dict[bytes, tuple[_Mask, bytes]] = {}
+    masks: dict[bytes, bytes] = {}
     encoded = []
     for kept, digest in zip(is_kept, digests, strict=True):
-        bits = kept.tobytes()
-        if bits not in masks:
-            masks[bits] = _encode_mask(kept)
-        flags, mask = masks[bits]
-        encoded.append(_PREFIX.pack(_VERSION, flags, len(kept), len(mask), digest) + mask)
+        mask = kept.tobytes()
+        if mask not in masks:
+            masks[mask] = zlib.compress(mask, 6)
+        encoded.append(digest + masks[mask])
     return tuple(encoded)
-
-
-def decode_decision(data: bytes | memoryview) -> tuple[Ints, bytes]:
-    """Return which items of its plan a rank keeps, and the name of the plan that this answers.
-
-    Raises:
-        CorruptError: If these are not the bytes of a decision.
-    """
-    try:
-        version, flags, num_items, mask_bytes, digest = _PREFIX.unpack_from(data)
-        if version != _VERSION:
-            raise CorruptError(f"a decision has version {version}, expected {_VERSION}")
-        mask = data[_PREFIX.size : _PREFIX.size + mask_bytes]
-        if flags & _Mask.ALL:
-            return np.ones(num_items, bool), digest
-        bits = zlib.decompress(mask) if flags & _Mask.DEFLATED else mask
-        if len(bits) != (num_items + 7) // 8:
-            raise ValueError(f"{len(bits)} bytes for {num_items} items")
-    except (struct.error, zlib.error, ValueError) as error:
-        raise CorruptError(f"a decision is damaged: {error!r}") from error
-    return np.unpackbits(np.frombuffer(bits, np.uint8), count=num_items).astype(bool), digest
-
-
-def _encode_mask(is_kept: Ints) -> tuple[_Mask, bytes]:
-    if bool(is_kept.all()):
-        return _Mask.ALL, b""
-    mask = np.packbits(is_kept).tobytes()
-    deflated = zlib.compress(mask, 6)
-    return (_Mask.DEFLATED, deflated) if len(deflated) < len(mask) else (_Mask(0), mask)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,43 +69,40 @@ class ChunkColumns:
         key: Per chunk, its row in ``GlobalSavePlan.rows``.
         start, length: Its offset and size in the first dimension; of a value, whether its
             size is known and that size in bytes.
+        box: 0, or for a chunk that does not fill all later dimensions the row of its box.
+        boxes: Boxes x 2 x later dimensions: their offsets, padded with 0, and sizes, padded
+            with 1.
         first_of_key: Per key, its first chunk; one more at the end.
-        box_at: Ascending positions of the chunks that do not fill all later dimensions.
-        box_offsets, box_sizes: Where those lie in the later dimensions, padded with 0 and 1.
     """
 
     key: Ints
     start: Ints
     length: Ints
+    box: Ints
+    boxes: Ints
     first_of_key: Ints
-    box_at: Ints
-    box_offsets: Ints
-    box_sizes: Ints
 
     def shapes_of(
         self, key: int, size: tuple[int, ...]
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return offsets and sizes of a tensor's chunks."""
-        first, end = self.first_of_key[key : key + 2].tolist()
+        of_key = slice(*self.first_of_key[key : key + 2].tolist())
+        box = self.box[of_key]
         if not size:
-            return [((), ())] * (end - first)
+            return [((), ())] * len(box)
         inner = len(size) - 1
         zeros, full = (0,) * inner, size[1:]
         shapes = [
             ((start, *zeros), (length, *full))
             for start, length in zip(
-                self.start[first:end].tolist(), self.length[first:end].tolist(), strict=True
+                self.start[of_key].tolist(), self.length[of_key].tolist(), strict=True
             )
         ]
-        low, high = np.searchsorted(self.box_at, (first, end)).tolist()
-        for at, offsets, sizes in zip(
-            self.box_at[low:high].tolist(),
-            self.box_offsets[low:high, :inner].tolist(),
-            self.box_sizes[low:high, :inner].tolist(),
-            strict=True,
-        ):
-            (start, *_), (length, *_) = shapes[at - first]
-            shapes[at - first] = ((start, *offsets), (length, *sizes))
+        boxed = np.flatnonzero(box)
+        boxes = self.boxes[box[boxed], :, :inner].tolist()
+        for at, (offsets, sizes) in zip(boxed.tolist(), boxes, strict=True):
+            (start, *_), (length, *_) = shapes[at]
+            shapes[at] = ((start, *offsets), (length, *sizes))
         return shapes
 
 
@@ -188,7 +144,7 @@ def to_packed_plan(plan: SavePlan) -> PackedPlan:
     flags = PlanFlag(0) if paths is None else PlanFlag.HAS_PATHS
     if not getattr(plan, "usable", True):
         flags |= PlanFlag.IS_UNUSABLE
-    return pack_columns(collector.columns(), key_parts(collector.all_rows()), flags)
+    return pack_columns(collector.columns(), collector.all_rows(), flags)
 
 
 def apply_decision(plan: SavePlan, decision: bytes, *, digest: bytes | None = None) -> SavePlan:
@@ -200,15 +156,18 @@ def apply_decision(plan: SavePlan, decision: bytes, *, digest: bytes | None = No
         digest: Name of the packed plan, to make sure that the answer is to this plan.
 
     Raises:
-        CorruptError: If the decision answers another plan.
+        CorruptError: If the decision answers another plan, or is damaged.
     """
-    is_kept, answered = decode_decision(decision)
-    if len(is_kept) != len(plan.items) or digest not in (None, answered):
+    try:
+        mask = zlib.decompress(decision[DIGEST_BYTES:])
+    except zlib.error as error:
+        raise CorruptError(f"a decision is damaged: {error}") from error
+    if len(mask) != len(plan.items) or digest not in (None, decision[:DIGEST_BYTES]):
         raise CorruptError(
-            f"the coordinator's decision on {len(is_kept)} items does not answer this"
-            f" rank's plan of {len(plan.items)} items"
+            f"the coordinator's decision on {len(mask)} items does not answer this rank's plan"
+            f" of {len(plan.items)} items"
         )
-    return replace(plan, items=[plan.items[at] for at in np.flatnonzero(is_kept).tolist()])
+    return replace(plan, items=list(compress(plan.items, mask)))
 
 
 def to_metadata(plan: GlobalSavePlan) -> Metadata:
@@ -236,41 +195,39 @@ def to_metadata(plan: GlobalSavePlan) -> Metadata:
 
 
 class _Collector:
-    """Turns items into rows of the table of keys and columns."""
+    """Turns items into columns, and into rows of the table of keys, one per item."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths
-        self._row_of: dict[KeyRow, int] = {}
-        self._rows: list[int] = []
+        self._rows: list[KeyRow] = []
         self._start: list[int] = []
         self._length: list[int] = []
-        self._boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+        self._box: list[int] = []
+        self._boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._texts: dict[Any, tuple[str, int]] = {}
 
     def add(self, item: WriteItem) -> None:
         data, fqn = item.tensor_data, item.index.fqn
         if type(item) is not WriteItem or (data is None) != (item.type == WriteItemType.BYTE_IO):
             raise IncompatibleError(f"the planned item of {fqn!r} is none that DCP makes: {item}")
+        path, box = self._paths.get(fqn), 0
         if data is None:
             if item.index.offset is not None:
                 raise IncompatibleError(f"the planned value {fqn!r} has an offset: {item}")
             nbytes = None if item.bytes_io_data is None else item.bytes_io_data.nbytes
-            row = KeyRow(fqn, KeyKind.VALUE, path=self._paths.get(fqn))
-            self._append(row, 0 if nbytes is None else 1, nbytes or 0)
-            return
-        size = tuple(data.size)
-        offsets, sizes = _shape(item, data)
-        row = KeyRow(
-            fqn, KeyKind.TENSOR, size, *self._text(data.properties), path=self._paths.get(fqn)
-        )
-        if any(offsets[1:]) or sizes[1:] != size[1:]:
-            self._boxes.append((len(self._start), offsets[1:], sizes[1:]))
-        self._append(row, offsets[0] if size else 0, sizes[0] if size else 1)
-
-    def _append(self, row: KeyRow, start: int, length: int) -> None:
-        self._rows.append(self._row_of.setdefault(row, len(self._row_of)))
+            row = KeyRow(fqn, KeyKind.VALUE, path=path)
+            start, length = 0 if nbytes is None else 1, nbytes or 0
+        else:
+            size = tuple(data.size)
+            offsets, sizes = _shape(item, data)
+            row = KeyRow(fqn, KeyKind.TENSOR, size, *self._text(data.properties), path=path)
+            if any(offsets[1:]) or sizes[1:] != size[1:]:
+                box = self._boxes.setdefault((offsets[1:], sizes[1:]), len(self._boxes) + 1)
+            start, length = (offsets[0], sizes[0]) if size else (0, 1)
+        self._rows.append(row)
         self._start.append(start)
         self._length.append(length)
+        self._box.append(box)
 
     def _text(self, properties: TensorProperties) -> tuple[str, int]:
         key = (
@@ -287,28 +244,26 @@ class _Collector:
         return self._texts[key]
 
     def all_rows(self) -> list[KeyRow]:
-        """Return the table: keys with items, then those of the flattening map alone."""
-        used = {row.fqn for row in self._row_of}
+        """Return the table: a row per item, then the keys of the flattening map alone."""
+        used = {row.fqn for row in self._rows}
         rest = [
             KeyRow(fqn, KeyKind.PATH, path=path)
             for fqn, path in self._paths.items()
             if fqn not in used
         ]
-        return [*self._row_of, *rest]
+        return [*self._rows, *rest]
 
     def columns(self) -> SaveColumns:
-        inner = max((len(sizes) for _, _, sizes in self._boxes), default=0)
-        pad = [inner - len(sizes) for _, _, sizes in self._boxes]
-        offsets = [(*one, *(0,) * n) for (_, one, _), n in zip(self._boxes, pad, strict=True)]
-        sizes = [(*one, *(1,) * n) for (_, _, one), n in zip(self._boxes, pad, strict=True)]
-        is_plain = self._rows == list(range(len(self._rows)))
+        num_dims = max((len(sizes) for _, sizes in self._boxes), default=0)
+        boxes = np.zeros((len(self._boxes), 2, num_dims), np.int64)
+        boxes[:, 1] = 1
+        for box, (offsets, sizes) in zip(boxes, self._boxes, strict=True):
+            box[:, : len(sizes)] = offsets, sizes
         return SaveColumns(
             start=np.array(self._start, np.int64),
             length=np.array(self._length, np.int64),
-            row=None if is_plain else np.array(self._rows, np.int64),
-            box_item=np.array([item for item, _, _ in self._boxes], np.int64),
-            box_offsets=np.array(offsets, np.int64).reshape(len(offsets), inner),
-            box_sizes=np.array(sizes, np.int64).reshape(len(sizes), inner),
+            box=np.array(self._box, np.int64),
+            boxes=boxes,
         )
 
 

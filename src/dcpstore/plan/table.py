@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -37,11 +37,8 @@ from dcpstore.plan.wire import (
     KeyKind,
     KeyRow,
     PackedPlan,
-    PartKind,
     Path,
     PlanFlag,
-    SaveColumns,
-    content_digest,
     decode_columns,
     decode_rows,
 )
@@ -59,14 +56,18 @@ class KeyConflict:
     run: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class KeyTable:
     """The keys of all ranks, in the order of their first appearance.
+
+    Every distinct run of keys is decoded once.
+
+    Args:
+        plans: Of all ranks.
 
     Attributes:
         rows: A row per key, as the first rank that has it describes it.
         paths: The joined flattening map; None if no rank keeps one.
-        runs: Of each distinct run of rows, the keys that have items, by position in ``rows``.
+        runs: Of each distinct run of rows, the key of each item, by position in ``rows``.
         runs_of: Per rank, the positions of its runs.
         conflicts: Rows that contradict ``rows``.
         rows_bound: Per key, rows of the tensor (1 for 0-d ones; no bound for values).
@@ -76,42 +77,61 @@ class KeyTable:
         is_value: Per key, whether it is a value and no tensor.
         base: Per key, where its addresses start; one more at the end. See `_addresses`.
         step: Per key, the address of offset 1 in each dimension, padded with 0.
+
+    Raises:
+        CorruptError: If the bytes of a run are damaged.
+        IncompatibleError: If sizes overflow 62 bits.
     """
 
-    rows: list[KeyRow]
-    paths: dict[str, Path] | None
-    runs: list[Ints]
-    runs_of: list[tuple[int, ...]]
-    conflicts: list[KeyConflict]
-    rows_bound: Ints = field(init=False)
-    inner: Ints = field(init=False)
-    inner_sizes: Ints = field(init=False)
-    item_bytes: Ints = field(init=False)
-    is_value: Ints = field(init=False)
-    base: Ints = field(init=False)
-    step: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, plans: Iterable[PackedPlan]) -> None:
+        self.rows: list[KeyRow] = []
+        self.paths: dict[str, Path] | None = None
+        self.runs: list[Ints] = []
+        self.runs_of: list[tuple[int, ...]] = []
+        self.conflicts: list[KeyConflict] = []
+        self._join(plans)
         rows = self.rows
-        values = np.array([row.is_value for row in rows], bool)
-        bound = np.array([row.size[0] if row.size else 1 for row in rows], np.int64)
-        bound[values] = _NO_BOUND
-        inner = np.array([math.prod(row.size[1:]) for row in rows], np.int64)
-        object.__setattr__(self, "rows_bound", bound)
-        object.__setattr__(self, "inner", inner)
-        object.__setattr__(self, "item_bytes", np.array([r.item_bytes for r in rows], np.int64))
-        object.__setattr__(self, "is_value", values)
-        num_inner = max((len(row.size) for row in rows), default=1) - 1
+        self.is_value: Ints = np.array([row.is_value for row in rows], bool)
+        self.rows_bound: Ints = np.array([row.size[0] if row.size else 1 for row in rows], np.int64)
+        self.rows_bound[self.is_value] = _NO_BOUND
+        self.inner: Ints = np.array([math.prod(row.size[1:]) for row in rows], np.int64)
+        self.item_bytes: Ints = np.array([row.item_bytes for row in rows], np.int64)
+        num_inner = max((len(row.size) for row in rows if row.size), default=1) - 1
         sizes = [(*row.size[1:], *(1,) * (num_inner - len(row.size[1:]))) for row in rows]
-        by_key = np.array(sizes, np.int64).reshape(len(rows), max(num_inner, 0))
-        object.__setattr__(self, "inner_sizes", by_key)
-        step, extents = _addresses(rows)
-        object.__setattr__(self, "step", step)
-        object.__setattr__(self, "base", extents)
+        self.inner_sizes: Ints = np.array(sizes, np.int64).reshape(len(rows), num_inner)
+        self.step, self.base = _addresses(rows)
 
     def ranks_with_run(self, run: int) -> list[int]:
         """Return the ranks that a run came from."""
         return [rank for rank, runs in enumerate(self.runs_of) if run in runs]
+
+    def _join(self, plans: Iterable[PackedPlan]) -> None:
+        paths: dict[str, Path] = {}
+        key_of: dict[str, int] = {}
+        run_of: dict[bytes, int] = {}
+        for plan in plans:
+            for digest, data in zip(plan.names[1:], plan.bodies[1:], strict=True):
+                if digest in run_of:
+                    continue
+                run_of[digest] = len(self.runs)
+                rows = decode_rows(data)
+                for row in rows:
+                    if row.path is not None:
+                        paths.setdefault(row.fqn, row.path)
+                keys = [self._key(row, key_of) for row in rows if row.kind != KeyKind.PATH]
+                self.runs.append(np.array(keys, np.int32))
+            self.runs_of.append(tuple([run_of[digest] for digest in plan.names[1:]]))
+            if plan.has(PlanFlag.HAS_PATHS):
+                self.paths = paths
+
+    def _key(self, row: KeyRow, key_of: dict[str, int]) -> int:
+        known = key_of.setdefault(row.fqn, len(self.rows))
+        if known == len(self.rows):
+            _check_size(row)
+            self.rows.append(row)
+        elif not _agree(row, self.rows[known]):
+            self.conflicts.append(KeyConflict(known, row, len(self.runs)))
+        return known
 
 
 def _addresses(rows: Sequence[KeyRow]) -> tuple[Ints, Ints]:
@@ -136,69 +156,6 @@ def _addresses(rows: Sequence[KeyRow]) -> tuple[Ints, Ints]:
     return np.array(steps, np.int64).reshape(len(rows), num_dims), np.array(
         [*bases, base], np.int64
     )
-
-
-def join_tables(plans: Iterable[PackedPlan]) -> KeyTable:
-    """Decode every distinct run of keys once and join them.
-
-    Raises:
-        CorruptError: If a run's bytes do not match its name.
-        IncompatibleError: If sizes overflow 62 bits.
-    """
-    joiner = _Joiner()
-    for plan in plans:
-        joiner.add(plan)
-    return KeyTable(
-        joiner.rows,
-        joiner.paths if joiner.has_paths else None,
-        joiner.runs,
-        joiner.runs_of,
-        joiner.conflicts,
-    )
-
-
-class _Joiner:
-    def __init__(self) -> None:
-        self.rows: list[KeyRow] = []
-        self.paths: dict[str, Path] = {}
-        self.has_paths = False
-        self.runs: list[Ints] = []
-        self.runs_of: list[tuple[int, ...]] = []
-        self.conflicts: list[KeyConflict] = []
-        self._key_of: dict[str, int] = {}
-        self._run_of: dict[bytes, int] = {}
-
-    def add(self, plan: PackedPlan) -> None:
-        runs = []
-        for (kind, _, digest), data in zip(plan.names, plan.bodies, strict=True):
-            if kind == PartKind.KEYS:
-                run = self._run_of.get(digest)
-                if run is None:
-                    if content_digest(data) != digest:
-                        raise CorruptError("a packed plan's table of keys was changed on its way")
-                    run = self._run_of[digest] = len(self.runs)
-                    self._decode(data)
-                runs.append(run)
-        self.runs_of.append(tuple(runs))
-        self.has_paths = self.has_paths or plan.has(PlanFlag.HAS_PATHS)
-
-    def _decode(self, data: bytes | memoryview) -> None:
-        keys = []
-        for row in decode_rows(data):
-            if row.path is not None:
-                self.paths.setdefault(row.fqn, row.path)
-            if row.kind != KeyKind.PATH:
-                keys.append(self._key(row))
-        self.runs.append(np.array(keys, np.int32))
-
-    def _key(self, row: KeyRow) -> int:
-        known = self._key_of.setdefault(row.fqn, len(self.rows))
-        if known == len(self.rows):
-            _check_size(row)
-            self.rows.append(row)
-        elif not _agree(row, self.rows[known]):
-            self.conflicts.append(KeyConflict(known, row, len(self.runs)))
-        return known
 
 
 def _agree(one: KeyRow, other: KeyRow) -> bool:
@@ -236,6 +193,10 @@ class Segment:
         """Position behind the matrix."""
         return self.at + len(self.keys) * len(self.ranks)
 
+    def matrix(self, column: Ints) -> Ints:
+        """Return the matrix of a column of all items; a view."""
+        return column[self.at : self.end].reshape(len(self.keys), len(self.ranks))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
@@ -247,7 +208,6 @@ class Layout:
         loose: Per rank that has some, its runs of items behind the segments.
         loose_key: Key of each item behind the segments.
         loose_rank: Its rank.
-        loose_item: Its position in that rank's plan.
     """
 
     num_items: Ints
@@ -255,7 +215,6 @@ class Layout:
     loose: Mapping[int, Sequence[LooseRun]]
     loose_key: Ints
     loose_rank: Ints
-    loose_item: Ints
 
     @property
     def place_type(self) -> type[np.signedinteger[Any]]:
@@ -267,20 +226,40 @@ class Layout:
         """Position behind the last segment."""
         return self.segments[-1].end if self.segments else 0
 
+    def put(self, column: Ints, low: int, values: Sequence[Ints]) -> None:
+        """Write what consecutive ranks, the first of which is ``low``, say of their items.
+
+        Args:
+            column: Of all items.
+            low: A rank.
+            values: Per rank, in the order of its plan.
+        """
+        for segment in self.segments:
+            first, end = np.searchsorted(segment.ranks, (low, low + len(values))).tolist()
+            count = len(segment.keys)
+            block = np.empty((end - first, count), column.dtype)
+            ranks, items = segment.ranks[first:end].tolist(), segment.first_item[first:end].tolist()
+            for row, rank, item in zip(block, ranks, items, strict=True):
+                row[:] = values[rank - low][item : item + count]
+            segment.matrix(column)[:, first:end] = block.T
+        for rank, value in enumerate(values, low):
+            for item, at, keys in self.loose.get(rank, ()):
+                column[at : at + len(keys)] = value[item : item + len(keys)]
+
     def to_ranks(self, values: Ints) -> list[Ints]:
         """Split a column of all items into one per rank, in the order of its plan."""
         ends = np.cumsum(self.num_items)
         flat = np.empty(len(values), values.dtype)
         firsts = ends - self.num_items
         for segment in self.segments:
-            count, num_ranks = len(segment.keys), len(segment.ranks)
-            matrix = np.ascontiguousarray(
-                values[segment.at : segment.end].reshape(count, num_ranks).T
-            )
+            matrix = np.ascontiguousarray(segment.matrix(values).T)
             places = (firsts[segment.ranks] + segment.first_item).tolist()
             for row, place in zip(matrix, places, strict=True):
-                flat[place : place + count] = row
-        flat[firsts[self.loose_rank] + self.loose_item] = values[self.first_loose :]
+                flat[place : place + len(row)] = row
+        for rank, runs in self.loose.items():
+            for item, at, keys in runs:
+                place = int(firsts[rank]) + item
+                flat[place : place + len(keys)] = values[at : at + len(keys)]
         return np.split(flat, ends[:-1])
 
 
@@ -293,54 +272,50 @@ class _Chain:
     first_item: list[int] = field(default_factory=list)
 
 
-def lay_out(num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int, Ints]) -> Layout:
+def lay_out(num_items: Sequence[int], table: KeyTable) -> Layout:
     """Decide where each rank's items go.
 
     Args:
         num_items: Items per rank.
         table: Their keys.
-        row_numbers: Per rank whose items do not follow its table, each item's row in it.
 
     Raises:
         CorruptError: If the numbers of items and keys do not fit together.
     """
     rank_type = np.min_scalar_type(len(num_items))
-    segments, loose, at = [], list[tuple[int, int, Ints]](), 0  # rank, first item, keys
-    for chain in _chains(num_items, table, row_numbers):
+    segments, at = [], 0
+    few: list[_Chain] = []
+    for chain in _chains(num_items, table):
         if len(chain.ranks) < _MIN_RANKS:
-            places = zip(chain.ranks, chain.first_item, strict=True)
-            loose.extend((rank, first, chain.keys) for rank, first in places)
+            few.append(chain)
         elif len(chain.keys):
             by_rank = np.argsort(chain.ranks, kind="stable")
             ranks = np.array(chain.ranks, rank_type)[by_rank]
             first_item = np.array(chain.first_item)[by_rank]
             segments.append(Segment(chain.keys, ranks, first_item, at))
             at = segments[-1].end
-    for rank, numbers in row_numbers.items():
-        loose.append((rank, 0, _keys_of(table, rank, numbers)))
-    runs_of: dict[int, list[LooseRun]] = {}
-    for rank, first, keys in loose:
-        runs_of.setdefault(rank, []).append((first, at, keys))
-        at += len(keys)
-    lengths = [len(keys) for _, _, keys in loose]
+    loose: dict[int, list[LooseRun]] = {}
+    loose_keys, loose_ranks = [np.empty(0, np.int32)], [np.empty(0, rank_type)]
+    for chain in few:
+        for rank, item in zip(chain.ranks, chain.first_item, strict=True):
+            loose.setdefault(rank, []).append((item, at, chain.keys))
+            loose_keys.append(chain.keys)
+            loose_ranks.append(np.full(len(chain.keys), rank, rank_type))
+            at += len(chain.keys)
     return Layout(
         num_items=np.array(num_items, np.int64),
         segments=tuple(segments),
-        loose=runs_of,
-        loose_key=_concatenate([keys for _, _, keys in loose]),
-        loose_rank=np.repeat(np.array([rank for rank, _, _ in loose], rank_type), lengths),
-        loose_item=_concatenate([np.arange(i, i + len(keys)) for _, i, keys in loose]),
+        loose=loose,
+        loose_key=np.concatenate(loose_keys),
+        loose_rank=np.concatenate(loose_ranks),
     )
 
 
-def _chains(
-    num_items: Sequence[int], table: KeyTable, row_numbers: Mapping[int, Ints]
-) -> Iterable[_Chain]:
+def _chains(num_items: Sequence[int], table: KeyTable) -> Iterable[_Chain]:
     """Find the runs that ranks share, joined where they are always neighbours."""
     ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank, runs in enumerate(table.runs_of):
-        if rank not in row_numbers:
-            ranks_of.setdefault(runs, []).append(rank)
+        ranks_of.setdefault(runs, []).append(rank)
     joined = _joinable(ranks_of)
     chains: dict[int, _Chain] = {}
     for runs, ranks in ranks_of.items():
@@ -384,52 +359,7 @@ def _split(runs: tuple[int, ...], joined: set[tuple[int, int]]) -> Iterable[tupl
             first = at
 
 
-def _keys_of(table: KeyTable, rank: int, row_numbers: Ints) -> Ints:
-    """Return the keys of a rank whose items do not follow its table row by row."""
-    keys = _concatenate([table.runs[run] for run in table.runs_of[rank]])
-    if len(row_numbers) and int(row_numbers.max()) >= len(keys):
-        raise CorruptError(f"rank {rank}'s packed plan refers to a key that its table lacks")
-    result: Ints = keys[row_numbers]
-    return result
-
-
-def _concatenate(arrays: Sequence[Ints]) -> Ints:
-    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
-
-
 _RANKS_PER_BLOCK = 64  # 64 x 1,000 x 4 bytes stay in the cache
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Boxes:
-    """Items that do not fill all dimensions after the first of their tensor.
-
-    Attributes:
-        at: Their places in the layout, ascending.
-        offsets: Boxes x later dimensions, padded with 0.
-        sizes: The same, padded with 1.
-    """
-
-    at: Ints
-    offsets: Ints
-    sizes: Ints
-
-    @property
-    def num_dims(self) -> int:
-        """Dimensions after the first."""
-        return int(self.sizes.shape[1])
-
-    def rows_of(self, at: Ints) -> Ints | None:
-        """Return, per place, the row of the box there or -1; None if no place has one."""
-        if not len(at) or not len(self.at):
-            return None
-        low, end = np.searchsorted(self.at, (at.min(), at.max() + 1)).tolist()
-        if low == end:
-            return None
-        near = self.at[low:end]
-        row = np.searchsorted(near, at).clip(max=end - low - 1)
-        is_one = near[row] == at
-        return np.where(is_one, low + row, -1) if bool(is_one.any()) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -438,13 +368,15 @@ class Items:
 
     Attributes:
         start, length: As in `SaveColumns`.
-        boxes: Those that are boxes.
+        box: Row among the boxes; 0 for an item that is none.
+        boxes: Of all ranks, as in `SaveColumns`; row 0 stands for none.
     """
 
     layout: Layout
     start: Ints
     length: Ints
-    boxes: Boxes
+    box: Ints
+    boxes: Ints
 
 
 def read_items(plans: Sequence[PackedPlan], table: KeyTable) -> Items:
@@ -453,154 +385,56 @@ def read_items(plans: Sequence[PackedPlan], table: KeyTable) -> Items:
     Raises:
         CorruptError: If a plan's columns and table of keys do not fit together.
     """
-    irregular = {
-        rank: _decode(plan) for rank, plan in enumerate(plans) if plan.has(PlanFlag.HAS_ROW_NUMBERS)
-    }
-    layout = lay_out(
-        [plan.num_items for plan in plans],
-        table,
-        {rank: one.row for rank, one in irregular.items() if one.row is not None},
-    )
-    filler = _Filler(layout)
+    layout = lay_out([plan.num_items for plan in plans], table)
+    total = int(layout.num_items.sum())
+    start, length = np.empty(total, np.int32), np.empty(total, np.int32)
+    box = np.zeros(total, np.uint8)
+    boxes: list[Ints] = []  # distinct ones: the ranks of a row of the mesh have the same
+    first_of: dict[object, int] = {}
+    num_boxes = 0
     for low in range(0, len(plans), _RANKS_PER_BLOCK):
-        high = min(low + _RANKS_PER_BLOCK, len(plans))
-        filler.fill(low, [irregular.get(r) or _decode(plans[r]) for r in range(low, high)])
-    items = filler.finish()
-    if items.boxes.num_dims >= table.step.shape[1] and len(items.boxes.at):
+        block = [
+            decode_columns(plan.bodies[0], plan.num_items)
+            for plan in plans[low : low + _RANKS_PER_BLOCK]
+        ]
+        if any(max(one.start.itemsize, one.length.itemsize) > 4 for one in block):
+            start = start.astype(np.int64, copy=False)
+            length = length.astype(np.int64, copy=False)
+        layout.put(start, low, [one.start for one in block])
+        layout.put(length, low, [one.length for one in block])
+        if not any(len(one.boxes) for one in block):
+            continue
+        rows = []
+        for one in block:
+            name = one.boxes.dtype, one.boxes.shape, one.boxes.tobytes()
+            if name not in first_of:
+                first_of[name] = num_boxes
+                boxes.append(one.boxes)
+                num_boxes += len(one.boxes)
+            rows.append(one.box + first_of[name] * (one.box != 0))
+        box = box.astype(np.promote_types(box.dtype, np.min_scalar_type(num_boxes)), copy=False)
+        layout.put(box, low, rows)
+    joined = _join_boxes(boxes, num_boxes)
+    if joined.shape[2] >= table.step.shape[1] and num_boxes:
         raise CorruptError("a packed plan's box has more dimensions than any tensor")
-    return items
+    return Items(layout, start, length, box, joined)
 
 
-def _decode(plan: PackedPlan) -> SaveColumns:
-    data = plan.first_of(PartKind.ROWS)
-    if data is None:
-        raise CorruptError("a packed save plan has no part that holds its items")
-    columns = decode_columns(data, plan.num_items)
-    if (columns.row is not None) != plan.has(PlanFlag.HAS_ROW_NUMBERS):
-        raise CorruptError("a packed save plan's head and items do not fit together")
-    return columns
-
-
-class _Filler:
-    """Writes the ranks' columns into place, block by block of ranks."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        total = int(layout.num_items.sum())
-        self._start = np.empty(total, np.int32)
-        self._length = np.empty(total, np.int32)
-        self._boxes: list[tuple[Ints, Ints, Ints]] = []  # item of its rank, offsets, sizes
-        self._num_boxes = np.zeros(len(layout.num_items), np.int64)
-
-    def fill(self, low: int, columns: Sequence[SaveColumns]) -> None:
-        """Write the columns of consecutive ranks, the first of which is ``low``."""
-        if any(max(one.start.itemsize, one.length.itemsize) > 4 for one in columns):
-            self._start = self._start.astype(np.int64, copy=False)
-            self._length = self._length.astype(np.int64, copy=False)
-        high = low + len(columns)
-        for segment in self._layout.segments:
-            first, end = np.searchsorted(segment.ranks, (low, high)).tolist()
-            if first < end:
-                of_ranks = [columns[rank - low] for rank in segment.ranks[first:end].tolist()]
-                self._transpose(segment, first, of_ranks)
-        for rank in range(low, high):
-            one = columns[rank - low]
-            for run in self._layout.loose.get(rank, ()):
-                self._copy(run, one)
-            self._num_boxes[rank] = len(one.box_item)
-        self._keep_boxes([one for one in columns if len(one.box_item)])
-
-    def _copy(self, run: LooseRun, columns: SaveColumns) -> None:
-        first, at, keys = run
-        end = at + len(keys)
-        self._start[at:end] = columns.start[first : first + len(keys)]
-        self._length[at:end] = columns.length[first : first + len(keys)]
-
-    def _transpose(self, segment: Segment, first: int, columns: Sequence[SaveColumns]) -> None:
-        count, num_ranks = len(segment.keys), len(segment.ranks)
-        items = segment.first_item[first : first + len(columns)].tolist()
-        place = slice(segment.at, segment.end)
-        for out, sources in (
-            (self._start, [one.start for one in columns]),
-            (self._length, [one.length for one in columns]),
-        ):
-            block = np.empty((len(columns), count), out.dtype)
-            for row, source, item in zip(block, sources, items, strict=True):
-                row[:] = source[item : item + count]
-            matrix = out[place].reshape(count, num_ranks)
-            matrix[:, first : first + len(columns)] = block.T
-
-    def _keep_boxes(self, columns: Sequence[SaveColumns]) -> None:
-        if not columns:
-            return
-        num_dims = max(one.box_sizes.shape[1] for one in columns)
-        item = np.concatenate([one.box_item for one in columns])
-        offsets = np.concatenate([_widen(one.box_offsets, num_dims, 0) for one in columns])
-        sizes = np.concatenate([_widen(one.box_sizes, num_dims, 1) for one in columns])
-        self._boxes.append((item, offsets, sizes))
-
-    def finish(self) -> Items:
-        """Return the items of all ranks."""
-        num_dims = max((sizes.shape[1] for _, _, sizes in self._boxes), default=0)
-        item = _join_columns([item[:, None] for item, _, _ in self._boxes], 1)[:, 0]
-        offsets = _join_columns([_widen(one, num_dims, 0) for _, one, _ in self._boxes], num_dims)
-        sizes = _join_columns([_widen(one, num_dims, 1) for _, _, one in self._boxes], num_dims)
-        self._boxes.clear()
-        at = _places(self._layout, item, self._num_boxes)
-        order = np.argsort(at, kind="stable")
-        at = at[order]
-        if bool((at[1:] == at[:-1]).any()):
-            raise CorruptError("a packed plan places two boxes in one item")
-        boxes = Boxes(at, offsets[order], sizes[order])
-        return Items(self._layout, self._start, self._length, boxes)
-
-
-def _join_columns(blocks: Sequence[Ints], num_dims: int) -> Ints:
-    joined = np.concatenate(blocks) if blocks else np.empty((0, num_dims))
-    return joined.astype(np.int64, copy=False)
-
-
-def _widen(boxes: Ints, num_dims: int, padding: int) -> Ints:
-    missing = num_dims - boxes.shape[1]
-    return np.pad(boxes, ((0, 0), (0, missing)), constant_values=padding) if missing else boxes
-
-
-def _places(layout: Layout, item: Ints, counts: Ints) -> Ints:
-    """Turn items of ranks, ``counts`` of each rank one after the other, into places."""
-    at = np.full(len(item), -1, np.int64)
-    rank = np.repeat(np.arange(len(counts)), counts)
-    if bool((item >= layout.num_items[rank]).any()):
-        raise CorruptError("a packed plan places a box that is no item of it")
-    first_box = np.cumsum(counts) - counts
-    for segment in layout.segments:
-        per_rank = counts[segment.ranks]
-        boxes = _ranges(first_box[segment.ranks], per_rank)
-        row = item[boxes] - np.repeat(segment.first_item, per_rank)
-        column = np.repeat(np.arange(len(segment.ranks)), per_rank)
-        inside = (row >= 0) & (row < len(segment.keys))
-        at[boxes[inside]] = segment.at + row[inside] * len(segment.ranks) + column[inside]
-    rest = np.flatnonzero(at < 0)
-    if len(rest):
-        step = int(layout.num_items.max()) + 1
-        loose = layout.loose_rank.astype(np.int64) * step + layout.loose_item
-        order = np.argsort(loose, kind="stable")
-        found = np.searchsorted(loose[order], rank[rest] * step + item[rest])
-        at[rest] = layout.first_loose + order[found]
-    return at
-
-
-def _ranges(first: Ints, counts: Ints) -> Ints:
-    """Return first[0], first[0] + 1, ... counts[0] of them, then first[1], ..."""
-    before = np.cumsum(counts) - counts
-    result: Ints = np.arange(int(counts.sum())) + np.repeat(first - before, counts)
-    return result
+def _join_boxes(boxes: Sequence[Ints], num_boxes: int) -> Ints:
+    num_dims = max((one.shape[2] for one in boxes), default=0)
+    joined = np.zeros((1 + num_boxes, 2, num_dims), np.int64)
+    joined[:, 1] = 1
+    at = 1
+    for one in boxes:
+        joined[at : at + len(one), :, : one.shape[2]] = one
+        at += len(one)
+    return joined
 
 
 _ITEMS_PER_PIECE = 1 << 15  # a column of 64-bit integers takes 256 KiB
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Piece(NamedTuple):
     """All items of some keys, one element of each column per item.
 
     Attributes:
@@ -608,7 +442,7 @@ class Piece:
         key: Row of the joined table.
         rank: Who planned it.
         start, length: As in `SaveColumns`.
-        box: Row among the boxes or -1; None if there are none here.
+        box: Row among the boxes; 0 for an item that is none.
     """
 
     at: Ints
@@ -616,18 +450,11 @@ class Piece:
     rank: Ints
     start: Ints
     length: Ints
-    box: Ints | None
+    box: Ints
 
-    def __getitem__(self, chosen: Ints) -> Piece:
+    def take(self, chosen: Ints) -> Piece:
         """Return some of the items, chosen by positions or by a mask."""
-        return Piece(
-            self.at[chosen],
-            self.key[chosen],
-            self.rank[chosen],
-            self.start[chosen],
-            self.length[chosen],
-            None if self.box is None else self.box[chosen],
-        )
+        return Piece(*(column[chosen] for column in self))
 
 
 def pieces(items: Items, num_keys: int) -> Iterator[Piece]:
@@ -652,50 +479,25 @@ def pieces(items: Items, num_keys: int) -> Iterator[Piece]:
             _of_segment(items, segment, order[cut[n] : cut[n + 1]])
             for segment, order, cut in zip(layout.segments, rows, cuts, strict=True)
         )
-        yield _join_pieces([part for part in parts if len(part.at)] or parts[:1])
+        parts = [part for part in parts if len(part.at)] or parts[:1]
+        yield parts[0] if len(parts) == 1 else Piece(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _of_loose(items: Items, chosen: Ints) -> Piece:
     layout = items.layout
     at = (layout.first_loose + chosen).astype(layout.place_type)
-    return Piece(
-        at,
-        layout.loose_key[chosen],
-        layout.loose_rank[chosen],
-        items.start[at],
-        items.length[at],
-        items.boxes.rows_of(at),
-    )
+    key, rank = layout.loose_key[chosen], layout.loose_rank[chosen]
+    return Piece(at, key, rank, items.start[at], items.length[at], items.box[at])
 
 
 def _of_segment(items: Items, segment: Segment, rows: Ints) -> Piece:
     num_ranks, place_type = len(segment.ranks), items.layout.place_type
-    matrix, place = (len(segment.keys), num_ranks), slice(segment.at, segment.end)
     first = (segment.at + rows * num_ranks).astype(place_type)
-    at = (first[:, None] + np.arange(num_ranks, dtype=place_type)).ravel()
     return Piece(
-        at,
+        (first[:, None] + np.arange(num_ranks, dtype=place_type)).ravel(),
         np.repeat(segment.keys[rows], num_ranks),
         np.tile(segment.ranks, len(rows)),
-        items.start[place].reshape(matrix)[rows].ravel(),
-        items.length[place].reshape(matrix)[rows].ravel(),
-        items.boxes.rows_of(at),
-    )
-
-
-def _join_pieces(parts: list[Piece]) -> Piece:
-    if len(parts) == 1:
-        return parts[0]
-    box = None
-    if any(part.box is not None for part in parts):
-        box = np.concatenate(
-            [np.full(len(one.at), -1) if one.box is None else one.box for one in parts]
-        )
-    return Piece(
-        np.concatenate([part.at for part in parts]),
-        np.concatenate([part.key for part in parts]),
-        np.concatenate([part.rank for part in parts]),
-        np.concatenate([part.start for part in parts]),
-        np.concatenate([part.length for part in parts]),
-        box,
+        segment.matrix(items.start)[rows].ravel(),
+        segment.matrix(items.length)[rows].ravel(),
+        segment.matrix(items.box)[rows].ravel(),
     )

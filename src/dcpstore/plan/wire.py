@@ -2,12 +2,12 @@
 
 All integers are little-endian::
 
-    head:   "DCPPLAN2"  u8 flags  u16 num_parts  u32 num_items
-            num_parts x ( u8 kind  u32 stored_bytes  16-byte BLAKE2b of the stored bytes )
-    parts:  stored bytes of each part, in that order
+    head:   "DCPPLAN3"  u8 flags  u32 num_items  16-byte BLAKE2b of each part
+    parts:  the rank's items, then runs of its table of keys, a row per item
 
-Parts that are the same on many ranks (the tables of keys) have the same name on all of
-them, so each travels and is decoded once. The digest of the head names the whole plan.
+A part is named by the hash of its bytes. Parts that are the same on many ranks (the runs of keys)
+have the same name on all of them, so each travels and is decoded once. The digest of the head
+names the whole plan.
 
 Most keys are the same on all ranks, a few (a data loader's state) are not. The table of keys is
 therefore cut into runs by content, so that a key of one rank changes the name of the run
@@ -20,7 +20,9 @@ Almost every item is a run of whole rows of its tensor, so two numbers place it:
 
     start, length     first row and number of rows; a 0-d tensor has one row
                       (a value: whether its size is known, and that size in bytes)
-    box_*             items that do not fill all later dimensions: where they lie in those
+    box               0, or for an item that does not fill all later dimensions the number of
+                      the box that it fills there, counted from 1
+    boxes             the distinct boxes: offsets and sizes in the later dimensions
 
 Each column takes the narrowest integers that hold it; all columns are one zlib stream at level 1.
 
@@ -36,14 +38,15 @@ is global: whoever saves owns a cache::
     head (names of the parts)    --->  request = cache.request(heads)
                                  <---  request.wanted[rank], most often nothing
     those parts                  --->  cache.assemble(request, answers) -> merge_save_plans
-                                       cache.put(key, plan), then, once the save is sealed,
-                                       cache.confirm(key); cache.invalidate(key) if it failed
+                                       cache.put(key, plan) once the save is sealed;
+                                       cache.invalidate(key) if it failed
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import sys
 import threading
 import zlib
 from collections import OrderedDict
@@ -56,15 +59,13 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dcpstore.errors import ConfigError, CorruptError
+from dcpstore.errors import CorruptError
 
 Path: TypeAlias = tuple[str | int, ...]
 Ints: TypeAlias = npt.NDArray[Any]
 DIGEST_BYTES = 16
-PartName: TypeAlias = tuple[int, int, bytes]  # kind, stored bytes, digest
-_MAGIC = b"DCPPLAN2"
-_FIXED = struct.Struct("<8sBHI")
-_ENTRY = struct.Struct("<BI16s")
+_MAGIC = b"DCPPLAN3"
+_FIXED = struct.Struct("<8sBI")
 _CUT_EVERY = 128  # rows, on average: a head of about ten names for a thousand keys
 _MIN_ROWS = 16  # before a new first word of the key cuts as well
 _MAX_ROWS = 1024
@@ -72,39 +73,19 @@ _NUM_COLUMNS = struct.Struct("<B")
 _COLUMN = struct.Struct("<BI")  # width code, elements
 _DTYPES = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8"))
 _BOUNDS = (2**8, 2**16, 2**31, 2**63)
+_MAX_ENTRIES = 2  # merged plans of a cache
 
 
 class PlanFlag(IntFlag):
     """Facts about a plan that need no part of their own."""
 
     HAS_PATHS = 1  # planner_data is DCP's flattening map; it travels with the keys
-    HAS_ROW_NUMBERS = 4  # items do not follow the table of keys one by one
     IS_UNUSABLE = 2  # DCP's own plan cache says: take the plan of last time
-
-
-class PartKind(IntEnum):
-    """What a part holds."""
-
-    ROWS = 1  # the rank's items, as columns
-    KEYS = 2  # a run of the table of keys; any number of them, in order
 
 
 def content_digest(data: bytes | memoryview) -> bytes:
     """Return the name of some bytes."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some bytes of a plan and their name."""
-
-    name: PartName
-    data: bytes | memoryview = field(repr=False)
-
-    @classmethod
-    def of(cls, kind: PartKind, data: bytes) -> Part:
-        """Name some bytes."""
-        return cls((int(kind), len(data), content_digest(data)), data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,30 +95,29 @@ class PackedPlan:
     Attributes:
         flags: `PlanFlag` bits.
         num_items: Items of the plan.
-        names: Its parts, tables of keys in order; plain tuples, because a coordinator
-            holds them by the hundred thousand.
+        names: The hash of each part.
         head: What `read_head` reads: everything but the parts' bytes.
-        bodies: The parts' bytes; nothing while only the head is known.
+        bodies: The parts' bytes: items, then runs of the table of keys in order; nothing while
+            only the head is known.
     """
 
     flags: int
     num_items: int
-    names: tuple[PartName, ...]
+    names: tuple[bytes, ...]
     head: bytes = field(repr=False, compare=False)
-    bodies: tuple[bytes | memoryview, ...] = field(default=(), repr=False, compare=False)
+    bodies: tuple[bytes, ...] = field(default=(), repr=False, compare=False)
 
     @classmethod
-    def of(cls, flags: PlanFlag, num_items: int, parts: Iterable[Part]) -> PackedPlan:
+    def of(
+        cls, num_items: int, items: bytes, keys: Iterable[bytes] = (), flags: int = 0
+    ) -> PackedPlan:
         """Join parts to a plan."""
-        parts = tuple(parts)
-        names = tuple(part.name for part in parts)
-        head = _FIXED.pack(_MAGIC, flags, len(parts), num_items) + b"".join(
-            _ENTRY.pack(*part.name) for part in parts
-        )
-        bodies = tuple(part.data for part in parts)
+        bodies = (items, *keys)
+        names = tuple(map(content_digest, bodies))
+        head = _FIXED.pack(_MAGIC, flags, num_items) + b"".join(names)
         return cls(int(flags), num_items, names, head, bodies)
 
-    def with_bodies(self, bodies: Iterable[bytes | memoryview]) -> PackedPlan:
+    def with_bodies(self, bodies: Iterable[bytes]) -> PackedPlan:
         """Return the plan with the bytes of its parts filled in."""
         return replace(self, bodies=tuple(bodies))
 
@@ -146,19 +126,9 @@ class PackedPlan:
         """The name of the plan; equal for equal plans only."""
         return content_digest(self.head)
 
-    def bodies_of(self, kind: PartKind) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of the parts of a kind, in order."""
-        for (part_kind, _, _), body in zip(self.names, self.bodies, strict=True):
-            if part_kind == kind:
-                yield body
-
     def has(self, flag: PlanFlag) -> bool:
         """Tell whether a flag is set."""
         return bool(self.flags & flag.value)  # of plain integers: ten times as fast
-
-    def first_of(self, kind: PartKind) -> bytes | memoryview | None:
-        """Return the bytes of the first part of a kind; None if there is none."""
-        return next(self.bodies_of(kind), None)
 
 
 def read_head(data: bytes) -> PackedPlan:
@@ -167,13 +137,14 @@ def read_head(data: bytes) -> PackedPlan:
     Raises:
         CorruptError: If these are not the bytes of a head.
     """
-    if len(data) < _FIXED.size or data[:8] != _MAGIC:
+    if data[:8] != _MAGIC or len(data) < _FIXED.size + DIGEST_BYTES:
         raise CorruptError("these bytes are not a packed plan: its first bytes are wrong")
-    _, flags, num_parts, num_items = _FIXED.unpack_from(data)
-    end = _FIXED.size + num_parts * _ENTRY.size
-    if len(data) != end:
-        raise CorruptError(f"a packed plan's head has {end} bytes; {len(data)} are here")
-    return PackedPlan(flags, num_items, tuple(_ENTRY.iter_unpack(data[_FIXED.size :])), data)
+    if (len(data) - _FIXED.size) % DIGEST_BYTES:
+        raise CorruptError(f"a packed plan's head of {len(data)} bytes ends within a name")
+    _, flags, num_items = _FIXED.unpack_from(data)
+    starts = range(_FIXED.size, len(data), DIGEST_BYTES)
+    names = tuple([data[start : start + DIGEST_BYTES] for start in starts])
+    return PackedPlan(flags, num_items, names, data)
 
 
 class KeyKind(IntEnum):
@@ -218,14 +189,16 @@ class KeyRow:
 def cut_rows(rows: Sequence[KeyRow]) -> Iterator[Sequence[KeyRow]]:
     """Cut a table into runs at places that its content decides."""
     first = 0
-    word = ""
+    last = ""
     for at, row in enumerate(rows):
-        last_word, word = word, row.fqn.partition(".")[0]
-        num_rows = at - first
+        fqn, num_rows = row.fqn, at - first
+        is_new_word = fqn.partition(".")[0] != last.partition(".")[0]
+        is_marked = zlib.crc32(fqn.encode("utf-8", "surrogatepass")) % _CUT_EVERY == 0
+        is_another, last = fqn != last, fqn
         if num_rows and (
             num_rows >= _MAX_ROWS
-            or (num_rows >= _MIN_ROWS and word != last_word)
-            or zlib.crc32(row.fqn.encode("utf-8", "surrogatepass")) % _CUT_EVERY == 0
+            or (num_rows >= _MIN_ROWS and is_new_word)
+            or (is_marked and is_another)
         ):
             yield rows[first:at]
             first = at
@@ -235,47 +208,38 @@ def cut_rows(rows: Sequence[KeyRow]) -> Iterator[Sequence[KeyRow]]:
 
 def encode_rows(rows: Sequence[KeyRow]) -> bytes:
     """Turn a run of rows into bytes; equal rows into equal ones."""
-    tensors = dict.fromkeys((row.properties, row.item_bytes) for row in rows)
-    number_of = {tensor: number for number, tensor in enumerate(tensors)}
-    columns = {
-        "tensors": list(number_of),
-        "fqn": [row.fqn for row in rows],
-        "kind": [int(row.kind) for row in rows],
-        "size": [row.size for row in rows],
-        "tensor": [number_of[row.properties, row.item_bytes] for row in rows],
-        "path": [row.path for row in rows],
-    }
+    columns = [
+        [row.fqn for row in rows],
+        [int(row.kind) for row in rows],
+        [row.size for row in rows],
+        [row.properties for row in rows],
+        [row.item_bytes for row in rows],
+        [row.path for row in rows],
+    ]
     return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), 6)
 
 
-def decode_rows(data: bytes | memoryview) -> list[KeyRow]:
+def decode_rows(data: bytes) -> list[KeyRow]:
     """Turn bytes into the rows they were made from.
 
     Raises:
         CorruptError: If these are not the bytes of such rows.
     """
     try:
-        columns = json.loads(zlib.decompress(data))
-        tensors = columns["tensors"]
         return [
             KeyRow(
                 fqn,
                 KeyKind(kind),
                 tuple(size),
-                tensors[tensor][0],
-                tensors[tensor][1],
+                sys.intern(properties),
+                item_bytes,
                 None if path is None else tuple(path),
             )
-            for fqn, kind, size, tensor, path in zip(
-                columns["fqn"],
-                columns["kind"],
-                columns["size"],
-                columns["tensor"],
-                columns["path"],
-                strict=True,
+            for fqn, kind, size, properties, item_bytes, path in zip(
+                *json.loads(zlib.decompress(data)), strict=True
             )
         ]
-    except (zlib.error, ValueError, KeyError, IndexError, TypeError) as error:
+    except (zlib.error, ValueError, TypeError) as error:
         raise CorruptError(f"a packed plan's table of keys is damaged: {error!r}") from error
 
 
@@ -286,75 +250,41 @@ class SaveColumns:
     Attributes:
         start: First row of the chunk.
         length: Number of its rows.
-        row: The item's row in the table of keys; None where item i has row i.
-        box_item: Ascending positions of the items that are boxes.
-        box_offsets: Per box, its offsets in the dimensions after the first, padded with 0.
-        box_sizes: Per box, its sizes there, padded with 1.
+        box: 0, or the number of its box.
+        boxes: Boxes x 2 x later dimensions: their offsets, padded with 0, and sizes, padded
+            with 1.
     """
 
     start: Ints
     length: Ints
-    row: Ints | None
-    box_item: Ints
-    box_offsets: Ints
-    box_sizes: Ints
-
-    def __post_init__(self) -> None:
-        if len(self.start) != len(self.length) or self.box_offsets.shape != self.box_sizes.shape:
-            raise ValueError("columns of one plan differ in length")
-
-    @property
-    def num_items(self) -> int:
-        """Items of the plan."""
-        return len(self.start)
+    box: Ints
+    boxes: Ints
 
 
-def key_parts(rows: list[KeyRow]) -> list[Part]:
-    """Pack a table of keys into parts that other ranks are likely to have too."""
-    return [Part.of(PartKind.KEYS, encode_rows(run)) for run in cut_rows(rows)]
-
-
-def pack_columns(columns: SaveColumns, keys: list[Part], flags: PlanFlag | int = 0) -> PackedPlan:
+def pack_columns(columns: SaveColumns, rows: Sequence[KeyRow], flags: int = 0) -> PackedPlan:
     """Join a rank's columns and its table of keys to a packed save plan."""
-    flags = PlanFlag(flags)
-    if columns.row is not None:
-        flags |= PlanFlag.HAS_ROW_NUMBERS
-    parts = [Part.of(PartKind.ROWS, encode_columns(columns)), *keys]
-    return PackedPlan.of(flags, columns.num_items, parts)
+    keys = map(encode_rows, cut_rows(rows))
+    return PackedPlan.of(len(columns.start), encode_columns(columns), keys, flags)
 
 
 def encode_columns(columns: SaveColumns) -> bytes:
     """Turn columns into bytes; equal columns into equal ones."""
-    return pack_ints(
-        columns.start,
-        columns.length,
-        np.empty(0, np.int64) if columns.row is None else columns.row,
-        columns.box_item,
-        columns.box_offsets.ravel(),
-        columns.box_sizes.ravel(),
-    )
+    return pack_ints(columns.start, columns.length, columns.box, columns.boxes.ravel())
 
 
-def decode_columns(data: bytes | memoryview, num_items: int) -> SaveColumns:
+def decode_columns(data: bytes, num_items: int) -> SaveColumns:
     """Turn bytes into columns; they are views of one buffer, in the integers of the wire.
 
     Raises:
         CorruptError: If these are not the bytes of the columns of so many items.
     """
     try:
-        start, length, row, box_item, offsets, sizes = unpack_ints(data)
-        if len(start) != num_items or len(row) not in (0, num_items):
+        start, length, box, boxes = unpack_ints(data)
+        if not len(start) == len(length) == len(box) == num_items:
             raise ValueError(f"{len(start)} items, the head says {num_items}")
-        num_boxes = len(box_item)
-        shape = (num_boxes, len(offsets) // num_boxes if num_boxes else 0)
-        return SaveColumns(
-            start=start,
-            length=length,
-            row=row if len(row) else None,
-            box_item=box_item,
-            box_offsets=offsets.reshape(shape),
-            box_sizes=sizes.reshape(shape),
-        )
+        num_boxes = int(box.max(initial=0))
+        shape = (num_boxes, 2, len(boxes) // (2 * num_boxes) if num_boxes else 0)
+        return SaveColumns(start, length, box, boxes.reshape(shape))
     except ValueError as error:
         raise CorruptError(f"a packed plan's columns are damaged: {error}") from error
 
@@ -372,7 +302,7 @@ def pack_ints(*columns: Ints) -> bytes:
     return zlib.compress(b"".join([*heads, *raws]), 1)
 
 
-def unpack_ints(data: bytes | memoryview) -> list[Ints]:
+def unpack_ints(data: bytes) -> list[Ints]:
     """Return the columns that `pack_ints` packed, as views of one buffer.
 
     Raises:
@@ -403,18 +333,13 @@ def cache_key(digests: Sequence[bytes], fingerprint: str) -> bytes:
         digests: ``PackedPlan.digest`` per rank of the group, save or load plans.
         fingerprint: Everything else that the result depends on: writer or reader, format
             version, group, options of the merge.
-
-    Raises:
-        ConfigError: If something else than a digest is among them.
     """
-    if any(len(digest) != DIGEST_BYTES for digest in digests):
-        raise ConfigError(f"a plan's digest has {DIGEST_BYTES} bytes")
     return content_digest(b"".join([fingerprint.encode(), b"\0", *digests]))
 
 
 def parts_of(plan: PackedPlan, wanted: Sequence[int]) -> list[bytes]:
     """Return the parts that the coordinator asked a rank for."""
-    return [bytes(plan.bodies[number]) for number in wanted]
+    return [plan.bodies[number] for number in wanted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,27 +359,19 @@ class PartRequest:
 class PlanCache(Generic[T]):
     """What earlier saves (or loads) planned, by content. Thread-safe.
 
-    An entry is served only once the save that made it was confirmed.
+    The two merged plans that were used last are kept: one of 16 million chunks takes 0.3 GiB,
+    and a job alternates between few layouts.
 
     Args:
-        max_entries: Merged plans kept; the least recently used goes first. A merged plan of
-            16 million chunks takes 0.3 GiB, and a job alternates between few layouts.
         max_part_bytes: Bound on the packed parts kept for ranks whose plan is unchanged.
     """
 
-    def __init__(self, *, max_entries: int = 2, max_part_bytes: int = 256 << 20) -> None:
-        if max_entries < 1 or max_part_bytes < 0:
-            raise ConfigError("a plan cache keeps at least one entry, and no negative bytes")
-        self._max_entries = max_entries
+    def __init__(self, *, max_part_bytes: int = 256 << 20) -> None:
         self._max_part_bytes = max_part_bytes
         self._lock = threading.Lock()
-        self._pending: OrderedDict[bytes, T] = OrderedDict()
         self._entries: OrderedDict[bytes, T] = OrderedDict()
         self._parts: OrderedDict[bytes, bytes] = OrderedDict()
         self._part_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     @property
     def part_bytes(self) -> int:
@@ -462,42 +379,25 @@ class PlanCache(Generic[T]):
         return self._part_bytes
 
     def find(self, key: bytes) -> T | None:
-        """Return what a confirmed save with this key had planned; None if there was none."""
+        """Return what a save with this key had planned; None if there was none."""
         with self._lock:
-            if key not in self._entries:
-                return None
-            self._entries.move_to_end(key)
-            return self._entries[key]
+            return self._entries.get(key)
 
     def put(self, key: bytes, value: T) -> None:
-        """Keep a plan for the time when its save is confirmed."""
+        """Serve a plan from now on: its save succeeded."""
         with self._lock:
-            self._pending[key] = value
-            self._pending.move_to_end(key)
-            while len(self._pending) > self._max_entries:
-                self._pending.popitem(last=False)
-
-    def confirm(self, key: bytes) -> None:
-        """Serve a plan from now on: its save succeeded. Unknown keys are ignored."""
-        with self._lock:
-            if key not in self._pending:
-                return
-            self._entries[key] = self._pending.pop(key)
+            self._entries[key] = value
             self._entries.move_to_end(key)
-            while len(self._entries) > self._max_entries:
+            while len(self._entries) > _MAX_ENTRIES:
                 self._entries.popitem(last=False)
 
-    def invalidate(self, key: bytes | None = None) -> None:
-        """Forget a plan, because its save failed; without a key, all of them.
+    def invalidate(self, key: bytes) -> None:
+        """Forget a plan, because its save failed.
 
         Parts stay: they are only ever used under the hash of their content.
         """
         with self._lock:
-            for entries in (self._pending, self._entries):
-                if key is None:
-                    entries.clear()
-                else:
-                    entries.pop(key, None)
+            self._entries.pop(key, None)
 
     def request(self, heads: Sequence[bytes]) -> PartRequest:
         """Find out which parts of the ranks' plans are not here yet. Coordinator only.
@@ -512,7 +412,7 @@ class PlanCache(Generic[T]):
         with self._lock:
             for plan in plans:
                 numbers = []
-                for number, (_, _, digest) in enumerate(plan.names):
+                for number, digest in enumerate(plan.names):
                     if digest in asked or digest in known:
                         continue
                     data = self._parts.get(digest)
@@ -542,13 +442,12 @@ class PlanCache(Generic[T]):
             zip(request.plans, request.wanted, answers, strict=True)
         ):
             sent = [content_digest(part) for part in parts]
-            if sent != [plan.names[number][2] for number in numbers]:
+            if sent != [plan.names[number] for number in numbers]:
                 raise CorruptError(f"rank {rank} did not send the parts of its plan asked for")
             data_of.update(zip(sent, parts, strict=True))
         self._keep(data_of)
         return [
-            plan.with_bodies([data_of[digest] for _, _, digest in plan.names])
-            for plan in request.plans
+            plan.with_bodies([data_of[digest] for digest in plan.names]) for plan in request.plans
         ]
 
     def _keep(self, data_of: Mapping[bytes, bytes]) -> None:

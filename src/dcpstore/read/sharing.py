@@ -40,8 +40,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcpstore.config import ReadConfig
 from dcpstore.plan.agreement import Agreement
-from dcpstore.plan.wire import PackedPlan, PartKind, PlanCache, PlanFlag
-from dcpstore.plan.wire import Part as PlanPart
+from dcpstore.plan.wire import PackedPlan, PlanCache
 from dcpstore.ranks import Pending, RankGroup, steps
 from dcpstore.ranks.transport import tree_children, tree_parent
 from dcpstore.read.plan import Request
@@ -356,10 +355,7 @@ def _merge(
 ) -> Shares:
     wave_bytes = share_wave_bytes(config)
     plan = plan_sharing(
-        [
-            np.frombuffer(one.first_of(PartKind.ROWS) or b"", np.int64).reshape(-1, 5)
-            for one in packed
-        ],
+        [np.frombuffer(one.bodies[0], np.int64).reshape(-1, 5) for one in packed],
         request_bytes=min(config.request_bytes, wave_bytes),
         join_gap_bytes=config.join_gap_bytes,
         wave_bytes=wave_bytes,
@@ -400,7 +396,7 @@ class _Wants:
                 unit = (number, *piece.fetch, *piece.spacing)
                 self._pieces.setdefault(unit, []).append(piece)
         rows = np.array(sorted(self._pieces), dtype=np.int64)
-        return PackedPlan.of(PlanFlag(0), len(rows), [PlanPart.of(PartKind.ROWS, rows.tobytes())])
+        return PackedPlan.of(len(rows), rows.tobytes())
 
     def take(self, units: Units) -> list[Request]:
         """Take the pieces of units out of what this rank fetches itself."""
