@@ -24,7 +24,6 @@ from torch_states import assert_same_file, shared, torch_state
 import dcpstore
 from dcpstore import errors
 from dcpstore.convert import dcp_to_torch_save, torch_save_to_dcp
-from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
 from dcpstore.convert.torch.structure import (
     LAYOUT_KEY,
     Layout,
@@ -590,21 +589,6 @@ def test_all_ranks_hear_of_one_that_met_damage(local: Site, tmp_path: Path) -> N
         assert isinstance(error, errors.RankFailures)
         assert list(error.causes) == [2]
     assert local.names("ckpt") == []
-
-
-def test_reading_ahead_holds_no_more_than_its_budget(tmp_path: Path) -> None:
-    torch.save([torch.ones(MIB) for _ in range(12)], tmp_path / "a.pt")
-    with open_torch_file(tmp_path / "a.pt") as file:
-        boxes = [
-            part
-            for one in file.value
-            for part in bands_of(WantedBox(file.place(one), (0,), (MIB,)), 2 * MIB)
-        ]
-        with ReadAhead(file, boxes, budget_bytes=16 * MIB, request_bytes=MIB) as ahead:
-            for number in range(len(boxes)):
-                assert float(ahead.take(number).sum()) == MIB // 2
-            assert 4 * MIB <= ahead.peak_bytes <= 8 * MIB + 2 * MIB
-            assert ahead.fetched_bytes < 1.01 * 12 * 4 * MIB
 
 
 def test_progress_counts_every_byte_up_to_the_end(local: Site) -> None:

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from dcpstore import CheckpointError
-from dcpstore.convert.torch.source import ReadAhead, WantedBox, bands_of
+from dcpstore import CheckpointError, CorruptError, ReadConfig
+from dcpstore.convert.dcp.source import plan_blocks, read_blocks
+from dcpstore.convert.torch.source import FileCheckpoint, FileView
+from dcpstore.convert.torch.structure import Layout
 from dcpstore.format.zip import append_crc32
 from dcpstore.read.torch_file import TorchFile, open_torch_file
+from dcpstore.read.torch_save import contents_of
 from dcpstore.store import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -73,46 +76,53 @@ def test_any_box_of_any_tensor_is_what_torch_loads(values: list[torch.Tensor], d
 
 
 @QUICK
-@given(tensors(), st.integers(1, 40))
-def test_bands_part_a_box_and_none_spans_more_than_allowed(
-    tensor: torch.Tensor, max_bytes: int
+@given(st.lists(tensors(), min_size=1, max_size=8), st.integers(16, 200), st.integers(16, 64))
+def test_what_a_converter_reads_in_blocks_is_what_torch_loads(
+    values: list[torch.Tensor], block_bytes: int, request_bytes: int
 ) -> None:
-    file, _ = opened(tensor)
-    with file:
-        whole = WantedBox(file.place(file.value), (0,) * tensor.dim(), tuple(tensor.shape))
-        seen = torch.zeros(tensor.shape, dtype=torch.int32)
-        for part in bands_of(whole, max_bytes):
-            box = zip(part.offsets, part.sizes, strict=True)
-            seen[tuple(slice(a, a + n) for a, n in box)] += 1
-            is_one = all(size == 1 for size in part.sizes)
-            assert is_one or max(part.span.num_bytes, part.num_bytes) <= max_bytes
-        assert bool((seen == 1).all())
+    file, _ = opened({str(number): value for number, value in enumerate(values)})
+    contents, _ = contents_of(file)
+    view = FileView(contents, {}, {}, Layout(b"", {}))
+    config = ReadConfig(budget_bytes=4 * request_bytes, request_bytes=request_bytes)
+    with FileCheckpoint(file, view, config) as checkpoint:
+        blocks = [
+            block
+            for number, value in enumerate(values)
+            for block in plan_blocks(checkpoint, str(number), value.dtype, block_bytes)
+        ]
+        seen = [torch.zeros(value.shape, dtype=torch.int32) for value in values]
+        with read_blocks(checkpoint, blocks, block_bytes) as contents_of_blocks:
+            for block, content in contents_of_blocks:
+                assert block.num_bytes <= block_bytes
+                box = zip(block.offsets, block.sizes, strict=True)
+                index = tuple(slice(at, at + size) for at, size in box)
+                assert torch.equal(bits(content), bits(values[int(block.fqn)][index]))
+                seen[int(block.fqn)][index] += 1
+        assert all(bool((one == 1).all()) for one in seen)
+        checkpoint.check_crcs()
 
 
 @QUICK
-@given(st.lists(tensors(), min_size=1, max_size=8), st.integers(4, 400), st.integers(4, 64))
-def test_what_is_read_ahead_is_what_torch_loads(
-    values: list[torch.Tensor], budget_bytes: int, request_bytes: int
+@given(st.lists(tensors(), min_size=1, max_size=4), st.integers(0, 400), st.integers(16, 64))
+def test_a_flipped_bit_of_a_storage_that_is_read_whole_is_found(
+    values: list[torch.Tensor], at: int, request_bytes: int
 ) -> None:
-    file, _ = opened(values)
-    boxes = [
-        part
-        for stand_in in file.value
-        for part in bands_of(
-            WantedBox(file.place(stand_in), (0,) * stand_in.dim(), tuple(stand_in.shape)), 64
-        )
-    ]
-    ahead = ReadAhead(file, boxes, budget_bytes=budget_bytes, request_bytes=request_bytes)
-    with file, ahead:
-        tensor_of = {
-            (place.storage_key, place): value
-            for value, place in zip(values, map(file.place, file.value), strict=True)
-        }
-        for number, box in enumerate(boxes):
-            value = tensor_of[box.place.storage_key, box.place]
-            index = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
-            assert torch.equal(bits(ahead.take(number)), bits(value[index]))
-        ahead.check_crcs()
+    dense = [one.clone(memory_format=torch.contiguous_format) for one in values]
+    file, saved = opened({str(number): one for number, one in enumerate(dense)})
+    with file:
+        storages = [one for one in file.storages.values() if one.num_bytes]
+        assume(storages)
+        doomed = storages[at % len(storages)]
+        damaged = bytearray(saved)
+        damaged[file.start_of(doomed.key) + at % doomed.num_bytes] ^= 1
+    file = opened_bytes(bytes(damaged))
+    contents, _ = contents_of(file)
+    config = ReadConfig(budget_bytes=4 * request_bytes, request_bytes=request_bytes)
+    view = FileView(contents, {}, {}, Layout(b"", {}))
+    with FileCheckpoint(file, view, config) as checkpoint:
+        checkpoint.read_tensors({fqn: values[int(fqn)].clone() for fqn in contents.tensors})
+        with pytest.raises(CorruptError, match=f"storage {doomed.key} is not what was saved"):
+            checkpoint.check_crcs()
 
 
 VALUE = {

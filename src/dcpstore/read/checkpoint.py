@@ -15,6 +15,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import prod
 from typing import Any, TypeAlias
 
@@ -43,7 +44,6 @@ from dcpstore.plan.values import ValueRecord, open_record
 from dcpstore.read.discovery import Discovered, discover
 from dcpstore.read.pump import Pump, ReadJob, ReadStats, locate_records
 from dcpstore.read.targets import can_be_located
-from dcpstore.report import Meter
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder
@@ -220,22 +220,14 @@ class Checkpoint:
         folder: Where it lies; closed with this.
         discovered: What `discover` read there.
         config: Sizes, bounds, casts and trust.
-        meter: Counts the bytes delivered.
 
     Raises:
         CorruptError: If the metadata is damaged, or a pickle that names more than data.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        discovered: Discovered,
-        config: ReadConfig,
-        meter: Meter | None = None,
-    ) -> None:
+    def __init__(self, folder: Folder, discovered: Discovered, config: ReadConfig) -> None:
         self._folder = folder
         self._config = config
-        self._meter = meter
         self.discovered = discovered
         """What was read to open it."""
         self._metadata = discovered.open(config)
@@ -274,7 +266,7 @@ class Checkpoint:
         """All keys, of tensors and values, in the order of the metadata."""
         return tuple(self._metadata.state_dict_metadata)
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
         """The keys that hold tensors, in the order of the metadata."""
         entries = self._metadata.state_dict_metadata
@@ -479,9 +471,7 @@ class Checkpoint:
     def _run(self, items: Sequence[ReadItem], receiver: _Receiver) -> None:
         if not items:
             return
-        job = ReadJob(
-            self._folder.open(), self._config, self._metadata, self._items, meter=self._meter
-        )
+        job = ReadJob(self.store, self._config, self._metadata, self._items)
         with job:
             job.run(items, receiver)
         self.stats = _total(self.stats, job.stats)

@@ -47,6 +47,7 @@ class Discovered:
         pickled: Bytes of the pickled metadata, where it must be opened.
         files: Tensors per safetensors file, where it is a Hugging Face folder.
         seal: The footer of a checkpoint of ours.
+        metadata: What `open` returns, where nothing has to be decoded for it.
     """
 
     url: str
@@ -55,6 +56,7 @@ class Discovered:
     pickled: bytes | None = None
     files: Mapping[str, Sequence[TensorInFile]] | None = None
     seal: Seal | None = None
+    metadata: Metadata | None = None
 
     @property
     def manifest_key(self) -> str:
@@ -90,6 +92,8 @@ class Discovered:
         # Here, since what lies in a folder can be told without waiting for torch.
         from dcpstore.format.metadata import metadata_of_files, open_ours, open_stock
 
+        if self.metadata is not None:
+            return self.metadata
         if self.files is not None:
             return metadata_of_files(self.url, self.files)
         if self.manifest is not None:

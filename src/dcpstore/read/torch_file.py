@@ -322,7 +322,7 @@ class TorchFile:
     """
 
     def __init__(self, folder: Folder, key: str, info: ObjectInfo, *, weights_only: bool) -> None:
-        self._folder = folder
+        self.folder = folder
         self._store: Store = folder.open()
         self._key = key
         self._info = info
@@ -344,7 +344,7 @@ class TorchFile:
 
     def close(self) -> None:
         """Close the store. Idempotent."""
-        self._folder.close()
+        self.folder.close()
 
     @property
     def size_bytes(self) -> int:
@@ -428,31 +428,24 @@ class TorchFile:
         Raises: as `read_laid_out`.
         """
         end = self._member(key).size_bytes if end is None else end
-        return self.read_ranges([(key, start, end)])[0]
-
-    def read_ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Read bytes ``[start, end)`` of several storages that lie close together, as one range.
-
-        What lies between them is read, too, in one request nearly always.
-
-        Args:
-            wanted: Key, start and end of each, in any order.
-
-        Raises: as `read_laid_out`.
-        """
-        spans = []
-        for key, start, end in wanted:
-            base = self.laid_out_start(key)
-            spans.append(ByteRange(base + start, base + end))
-        low = min(span.start for span in spans)
-        data = self.read_laid_out(low, max(span.end for span in spans))
-        return [data[span.start - low : span.end - low] for span in spans]
+        base = self.laid_out_start(key)
+        return self.read_laid_out(base + start, base + end)
 
     def laid_out_start(self, key: str) -> int:
         """Return where a storage starts in the file as torch's writer lays one out. No I/O."""
         member = self._member(key)
         expected = member.expected_offset
         return member.names_end if expected is None else expected
+
+    def storages_in(self, start: int, end: int) -> list[tuple[int, str]]:
+        """Return `laid_out_start` and key of each storage with bytes in a range of the file."""
+        after = bisect_left(self._laid_out, (end, ""))
+        before = max(bisect_left(self._laid_out, (start, "")) - 1, 0)
+        return [
+            (at, key)
+            for at, key in self._laid_out[before:after]
+            if at + self.storages[key].num_bytes > start
+        ]
 
     def read_laid_out(self, start: int, end: int) -> memoryview:
         """Read bytes ``[start, end)`` of the file as if storages were where `laid_out_start` says.
@@ -467,13 +460,7 @@ class TorchFile:
         """
         if start == end:
             return memoryview(b"")
-        after = bisect_left(self._laid_out, (end, ""))
-        before = max(bisect_left(self._laid_out, (start, "")) - 1, 0)
-        inside = [
-            (at, key)
-            for at, key in self._laid_out[before:after]
-            if at + self.storages[key].num_bytes > start
-        ]
+        inside = self.storages_in(start, end)
         headers = [(key, self._member(key)) for _, key in inside if key not in self._starts]
         near = (m.header_offset for _, m in headers if m.header_offset >= start - _NEAR_BYTES)
         begin = min([start, *near])

@@ -337,11 +337,11 @@ class SavedFlags:
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Complete a target whose elements are all there."""
         _, place = self._tensors[read_item.storage_index.fqn]
-        _apply_flags(place, tensor)
+        apply_flags(place, tensor)
         self._planner.commit_tensor(read_item, tensor)
 
 
-def _apply_flags(place: TensorPlace, out: torch.Tensor) -> None:
+def apply_flags(place: TensorPlace, out: torch.Tensor) -> None:
     """Repeat what was read of an expanded tensor; conjugate and negate what was saved so."""
     if not out.numel():
         return

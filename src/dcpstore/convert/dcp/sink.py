@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import io
 import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
@@ -32,8 +34,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from dcpstore.config import ReadConfig
 from dcpstore.convert.dcp.source import (
     Block,
     Content,
@@ -44,16 +48,14 @@ from dcpstore.convert.dcp.source import (
 )
 from dcpstore.convert.output import Shares, fetched_by_all
 from dcpstore.convert.selection import ConvertResult
-from dcpstore.errors import ConflictError
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.manifest import Path
 from dcpstore.plan import SavePlanner
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import Checkpoint
-from dcpstore.read.discovery import discover
-from dcpstore.report import Phases, ProgressCallback
+from dcpstore.report import Meter, Progress, ProgressCallback, show_progress
 from dcpstore.saving import save
-from dcpstore.store.folder import Folder
+from dcpstore.write.writer import ObjectStoreWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,20 @@ class SinkEntry:
     Attributes:
         name: The key.
         fqn: Key in the source.
-        path: Where it belongs in a nested state dict.
+        path: Where it belongs in a nested state dict; None for an item beside the state dict.
         properties: Of the tensor, with the dtype to be written; None for a value.
         sizes: Shape of the tensor.
+        same_as: Name of another entry, which is written, of the same elements; None to write it.
+        position: Entries are read and written in ascending order of it.
     """
 
     name: str
     fqn: str
-    path: Path
+    path: Path | None
     properties: TensorProperties | None = None
     sizes: tuple[int, ...] = ()
+    same_as: str | None = None
+    position: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,6 +103,8 @@ def write_checkpoint(
     options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     progress: ProgressCallback | bool | None = None,
+    splits_tensors: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> ConvertResult:
     """Write and seal a checkpoint. All ranks of the group; each reads and writes a share.
 
@@ -109,41 +117,42 @@ def write_checkpoint(
         object_bytes: Target size of data objects.
         options: fsspec's options for the target's protocol.
         overwrite: Replace a checkpoint that exists.
-        progress: As for `save`.
+        progress: As for every converter.
+        splits_tensors: Whether ranks may share a tensor; else one reads all of it.
+        check: Called on every rank when its share is written, before anything is sealed.
 
     Raises:
         RankFailures: On every rank, if any failed. Nothing was sealed.
     """
-    phases = Phases()
     block_bytes = min(shares.block_bytes, object_bytes)  # a block is an item, in one object
-    with (
-        phases.phase("write"),
-        _BlockPlanner(checkpoint, entries, block_bytes, group) as planner,
-    ):
+    config = shares.write_config(object_bytes)
+    writer = _Writer(target, storage_options=options, overwrite=overwrite, config=config)
+    writer.entries, writer.check = entries, check
+    planner = _BlockPlanner(checkpoint, entries, block_bytes, group, splits_tensors=splits_tensors)
+    showing = show_progress("convert", progress, is_coordinator=group.is_coordinator)
+    with planner, showing as meter:
         saved = save(
             {},
-            target,
             planner=planner,
             process_group=group,
-            storage_options=options,
-            overwrite=overwrite,
-            config=shares.write_config(object_bytes),
+            storage_writer=writer,
             deadline_s=group.deadline_s,
-            progress=progress,
+            progress=_Forward(meter),
         )
-    objects = _objects_of(group, target, options, saved.save_id)
+    objects = steps.broadcast(group, "report", lambda: writer.objects)
     fetched_bytes = fetched_by_all(group, checkpoint.stats.fetched_bytes)
     tensors = [entry for entry in entries if entry.properties is not None]
+    values = [entry for entry in entries if entry.properties is None and entry.path is not None]
     return ConvertResult(
         source=checkpoint.url,
         target=saved.url,
         num_tensors=len(tensors),
-        num_values=len(entries) - len(tensors),
+        num_values=len(values),
         tensor_bytes=sum(entry.num_bytes for entry in tensors),
         objects=objects,
         cast=casts_of(checkpoint, tensors),
         fetched_bytes=fetched_bytes,
-        seconds=phases.seconds,
+        seconds=saved.seconds,
     )
 
 
@@ -157,47 +166,64 @@ def casts_of(checkpoint: Checkpoint, tensors: Iterable[SinkEntry]) -> dict[str, 
     }
 
 
-def _objects_of(
-    group: RankGroup,
-    url: str | os.PathLike[str],
-    options: Mapping[str, Any] | None,
-    save_id: str | None,
-) -> dict[str, int]:
-    """Read back what was just sealed: key and size of each data object. Collective."""
+@dataclass(slots=True)
+class _Forward:
+    """Tells a meter of a conversion what a save says of its progress."""
 
-    def look() -> dict[str, int]:
-        config = ReadConfig()
-        folder = Folder(url, options, config)
-        try:
-            found = discover(folder.open(), config)
-        finally:
-            folder.close()
-        manifest = None if found.manifest is None else found.decode_manifest(sys.maxsize)
-        if manifest is None or manifest.save_id != save_id:
-            raise ConflictError(f"{folder.url} was replaced just after it was written")
-        return {stored.key: stored.size_bytes for stored in manifest.objects}
+    meter: Meter
+    done_bytes: int = 0
+    total_bytes: int = 0
 
-    return steps.broadcast(group, "read back", look)
+    def __call__(self, state: Progress) -> None:
+        self.meter.expect(state.total_bytes - self.total_bytes)
+        self.meter.advance(state.done_bytes - self.done_bytes)
+        self.done_bytes, self.total_bytes = state.done_bytes, state.total_bytes
 
 
-class StreamingPlanner(SavePlanner):
-    """A planner whose items are read when they are resolved; it has no use for a state dict."""
+class _Writer(ObjectStoreWriter):
+    """Checks before it seals, and seals keys that share their bytes with another key."""
 
-    keeps_tensors = False  # the memory of a tensor that was taken counts no longer
+    entries: Sequence[SinkEntry] = ()
+    check: Callable[[], None]
+    objects: Mapping[str, int]
+    """Size of each data object; on the coordinator, when the checkpoint is sealed."""
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Learn this rank's role. All ranks."""
-        del state_dict, storage_meta
-        self.is_coordinator = is_coordinator
+    def write_data(self, plan: SavePlan, planner: DcpSavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, and say where the keys that share theirs lie."""
+        results = super().write_data(plan, planner).wait()
+        self.check()
+        sharing: dict[str, list[str]] = defaultdict(list)
+        for entry in self.entries:
+            if entry.same_as is not None:
+                sharing[entry.same_as].append(entry.name)
+        shared = [
+            WriteResult(replace(one.index, fqn=name), 0, one.storage_data)
+            for one in results
+            for name in sharing.get(one.index.fqn, ())
+        ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([*results, *shared])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Seal the checkpoint. Coordinator only."""
+        known = metadata.state_dict_metadata
+        paths = {entry.name: entry.path for entry in self.entries if entry.path is not None}
+        metadata.state_dict_metadata = {
+            entry.name: known[entry.same_as or entry.name]
+            for entry in self.entries
+            if entry.name in paths
+        }
+        metadata.planner_data = paths
+        written = [one.storage_data.object for one in chain.from_iterable(results)]
+        super().finish(metadata, results)
+        self.objects = {one.key: one.size_bytes for one in written}
 
 
-class _BlockPlanner(StreamingPlanner):
-    """Plans a rank's share of a checkpoint's blocks."""
+class _BlockPlanner(SavePlanner):
+    """Plans a rank's share of a checkpoint's blocks, which are read when they are resolved."""
+
+    keeps_tensors = False  # the memory of a block is used again
 
     def __init__(
         self,
@@ -205,12 +231,15 @@ class _BlockPlanner(StreamingPlanner):
         entries: Sequence[SinkEntry],
         block_bytes: int,
         group: RankGroup,
+        *,
+        splits_tensors: bool,
     ) -> None:
         super().__init__()
         self._checkpoint = checkpoint
-        self._entries = entries
+        self._entries = [entry for entry in entries if entry.same_as is None]
         self._block_bytes = block_bytes
         self._rank, self._num_ranks = group.rank, group.size
+        self._splits_tensors = splits_tensors
         self._blocks: dict[tuple[str, tuple[int, ...] | None], Block] = {}
         self._contents: Iterator[tuple[Block, Content]] | None = None
         self._reading = ExitStack()
@@ -227,20 +256,22 @@ class _BlockPlanner(StreamingPlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        if is_coordinator:
-            self.mappings = {entry.name: entry.path for entry in self._entries}
+        del state_dict, storage_meta, is_coordinator  # what to write is known
 
     def create_local_plan(self) -> SavePlan:
         self._checkpoint.require_whole(entry.fqn for entry in self._entries)
-        planned = [(entry, block) for entry in self._entries for block in self._plan(entry)]
+        ordered = sorted(self._entries, key=lambda entry: entry.position)
+        planned = [[(entry, block) for block in self._plan(entry)] for entry in ordered]
+        if self._splits_tensors:
+            planned = [[one] for one in chain.from_iterable(planned)]
+        costs = [sum(block.num_bytes for _, block in one) for one in planned]
+        own = own_run(planned, costs, self._rank, self._num_ranks)
         items = []
-        costs = [block.num_bytes for _, block in planned]
-        for entry, block in own_run(planned, costs, self._rank, self._num_ranks):
+        for entry, block in chain.from_iterable(own):
             item = _write_item(entry, block)
             items.append(item)
             self._blocks[_key(item)] = block
-        return SavePlan(items, planner_data=self.mappings)
+        return SavePlan(items)
 
     def _plan(self, entry: SinkEntry) -> list[Block]:
         if entry.properties is None:
@@ -264,19 +295,9 @@ def _write_item(entry: SinkEntry, block: Block) -> WriteItem:
     if entry.properties is None:
         return WriteItem(MetadataIndex(entry.name), WriteItemType.BYTE_IO)
     chunk = ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
-    return chunk_item(entry.name, chunk, replace(entry.properties), torch.Size(entry.sizes))
-
-
-def chunk_item(
-    name: str,
-    chunk: ChunkStorageMetadata,
-    properties: TensorProperties,
-    size: torch.Size,
-    kind: WriteItemType = WriteItemType.SHARD,
-) -> WriteItem:
-    """Return the item that writes a chunk of a tensor of some size."""
-    data = TensorWriteData(chunk, properties, size)
-    return WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)
+    data = TensorWriteData(chunk, replace(entry.properties), torch.Size(entry.sizes))
+    index = MetadataIndex(entry.name, chunk.offsets)
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def _key(item: WriteItem) -> tuple[str, tuple[int, ...] | None]:

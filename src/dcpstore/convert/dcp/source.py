@@ -1,6 +1,6 @@
 """The checkpoint that a converter reads, opened once on every rank and read in blocks.
 
-A block is a whole small tensor, or a run of rows of a large one.
+A block is a whole small tensor, or a box of a large one: a run of rows, as a rule.
 
 Blocks come in the order asked for, each in memory that is used again for the next but one,
 and while the caller writes some, the next are being fetched::
@@ -8,8 +8,8 @@ and while the caller writes some, the next are being fetched::
     fetching thread    | blocks 0 1 2 -> memory A | 3 4 -> B | 5 -> A |
     caller                                        | 0 1 2    | 3 4    | 5
 
-A block is row-major and dense, so the blocks of a tensor make up its payload. The ranks take runs
-of neighbouring blocks, balanced by bytes.
+A block in memory is row-major and dense, so blocks of rows make up a tensor's payload. The ranks
+take runs of neighbouring blocks, balanced by bytes.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def plan_blocks(
     row_bytes = whole.num_bytes // sizes[0]
     if any((end - first) * row_bytes > block_bytes for first, end in groups):
         checkpoint.locate([fqn])
-    if all(item.kind == "raw" for item in checkpoint.items_of(fqn)):
-        boxes = bands(
-            row_major_strides(sizes), whole.offsets, sizes, dtype.itemsize, max_bytes=block_bytes
-        )
+    items = checkpoint.items_of(fqn)
+    if all(item.kind == "raw" for item in items):
+        strides = items[0].strides or row_major_strides(sizes)
+        boxes = bands(strides, whole.offsets, sizes, dtype.itemsize, max_bytes=block_bytes)
         return [_box(whole, *box) for box in boxes]
     return [
         _box(whole, (first, *whole.offsets[1:]), (end - first, *sizes[1:]))

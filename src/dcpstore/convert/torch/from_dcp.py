@@ -45,8 +45,8 @@ from dcpstore.convert.torch.structure import (
     Layout,
     Leaves,
     PickledStructure,
-    Recast,
     StorageViews,
+    cast_stand_ins,
     decode_layout,
     flatten,
     is_stand_in,
@@ -482,20 +482,20 @@ class _ToFile:
     _phases: Phases = field(default_factory=Phases)
     _records: tuple[str | None, Sequence[memoryview]] = (None, ())
     _archive: bytes = b""
-    _cast: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def run(self, selection: Selection, *, weights_only: bool) -> ConvertResult:
         with self._phases.phase("plan"):
             self._checkpoint.require_whole(filter(selection.rules.takes, self._checkpoint.keys))
             stored = open_stored(self._checkpoint, weights_only=weights_only)
             names = selection.names(list(stored.leaves.values))
-            tensors, recast = self._cast_tensors(stored, names, selection)
-            replaced = {fqn: tensors[fqn] for fqn in self._cast}
+            tensors, made = cast_stand_ins(
+                stored.leaves.values, names, StorageViews(stored.num_bytes), selection
+            )
             structure = rearrange(
-                stored.value, stored.leaves, names, replaced, selection.rules.takes
+                stored.value, stored.leaves, names, tensors, selection.rules.takes
             )
             whole = _whole_storages(stored, names)
-            lengths = {**stored.num_bytes, **recast.num_bytes}
+            lengths = {**stored.num_bytes, **made}
             views, contents = plan_contents(tensors, whole, lengths)
             pickled = pickle_structure(structure, views)
             self._archive = stored.archive
@@ -510,28 +510,14 @@ class _ToFile:
             num_values=len(taken) - num_tensors,
             tensor_bytes=sum(prod(one.size()) * one.dtype.itemsize for one in tensors.values()),
             objects=objects,
-            cast=self._cast,
+            cast={
+                fqn: (dtype_name(saved.dtype), dtype_name(tensor.dtype))
+                for fqn, tensor in tensors.items()
+                if (saved := stored.leaves.values[fqn]).dtype != tensor.dtype
+            },
             fetched_bytes=self._checkpoint.stats.fetched_bytes,
             seconds=dict(self._phases.seconds),
         )
-
-    def _cast_tensors(
-        self, stored: StoredStructure, names: Mapping[str, str], selection: Selection
-    ) -> tuple[dict[str, torch.Tensor], Recast]:
-        """Return the stand-in of each strided tensor that takes part, in its new dtype."""
-        views = StorageViews(stored.num_bytes)
-        recast = Recast(views)
-        tensors: dict[str, torch.Tensor] = {}
-        for fqn in names:
-            value = stored.leaves.values[fqn]
-            if not isinstance(value, torch.Tensor) or not is_stand_in(value, views):
-                continue
-            dtype = selection.dtype_of(fqn, value.dtype)
-            if dtype != value.dtype:
-                self._cast[fqn] = (dtype_name(value.dtype), dtype_name(dtype))
-                value = recast.cast(value, dtype)
-            tensors[fqn] = value
-        return tensors, recast
 
     # --- writing ---------------------------------------------------------------------------
 

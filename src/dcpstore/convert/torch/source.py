@@ -1,191 +1,116 @@
-"""Tensors of a ``torch.save`` file, read ahead of whoever takes them, in bounded memory.
+"""A ``torch.save`` file as the checkpoint that a converter reads.
 
-::
-
-    threads    GET task 0 | GET task 1 | GET task 2 ...     a task: one range of the file
-    caller                  take(0)      take(1) ...        in order; each tensor is let go of
-                                                            when the next one is taken
-
-A task fetches many small tensors that lie close together, or a part of a large one.
+Boxes of its tensors, of any strides, go through the plan and the pump of loads from such files (see
+`dcpstore.read.torch_save`). The file has a CRC32 of each storage as a whole: the checksums of the
+parts that were read are kept, and combined when all has been read.
 """
 
 from __future__ import annotations
 
-import mmap
+import io
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
-from typing_extensions import Self
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from dcpstore.config import ReadConfig
+from dcpstore.convert.torch.structure import (
+    LAYOUT_KEY,
+    Layout,
+    PickledStructure,
+    encode_layout,
+    write_record,
+)
 from dcpstore.errors import CorruptError
-from dcpstore.format.payload import bands, copy_box_in
+from dcpstore.format.manifest import StoredItem
 from dcpstore.format.zip import append_crc32
-from dcpstore.read.pump import Call, Pump
-from dcpstore.read.torch_file import TensorPlace, TorchFile
-from dcpstore.report import Meter
-from dcpstore.store.base import ByteRange
-from dcpstore.store.ranges import group
-from dcpstore.torch_private import narrow
-
-_LEAST_MAPPED_BYTES = 1 << 20
-_JOIN_GAP_BYTES = 64 << 10  # descriptor, header and padding lie between neighbours
+from dcpstore.plan.values import ValueRecord
+from dcpstore.read.checkpoint import BoxRead, Checkpoint
+from dcpstore.read.discovery import Discovered
+from dcpstore.read.torch_file import TorchFile
+from dcpstore.read.torch_save import Contents, FileSource, apply_flags
+from dcpstore.store.base import ByteRange, Store
 
 
 @dataclass(frozen=True, slots=True)
-class WantedBox:
-    """A box of a tensor of the file.
+class FileView:
+    """What a file holds, as it becomes a checkpoint, by key of the file.
 
     Attributes:
-        place: Where the tensor lies.
-        offsets: First element of the box in each dimension.
-        sizes: Sizes of the box.
+        contents: Where its tensors lie.
+        opaques: Stand-ins of tensors that are more than their elements, such as sparse ones.
+        records: Pickles of these and of the values, and of the layout's archive under `LAYOUT_KEY`.
+        layout: The structure, for the way back; its archive is still empty.
     """
 
-    place: TensorPlace
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def span(self) -> ByteRange:
-        """Bytes of the storage from its first to its last element."""
-        return self.place.span(self.offsets, self.sizes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return prod(self.sizes) * self.place.dtype.itemsize
+    contents: Contents
+    opaques: Mapping[str, torch.Tensor]
+    records: Mapping[str, PickledStructure]
+    layout: Layout
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """One request: parts of boxes that lie close together.
+class FileCheckpoint(Checkpoint):
+    """An open ``torch.save`` file, read as a checkpoint in which every tensor is one chunk.
 
-    Attributes:
-        parts: Number of the box, and a part of it.
-        span_bytes: Bytes of the file that it reads.
-        num_complete: How many boxes are there when this and all earlier tasks are done.
-    """
-
-    parts: Sequence[tuple[int, WantedBox]]
-    span_bytes: int
-    num_complete: int
-
-
-def bands_of(box: WantedBox, max_bytes: int) -> Iterator[WantedBox]:
-    """Cut a box into parts that neither have nor span more than ``max_bytes``."""
-    place = box.place
-    for part in bands(
-        place.strides, box.offsets, box.sizes, place.dtype.itemsize, max_bytes=max_bytes
-    ):
-        yield WantedBox(place, *part)
-
-
-def _tasks(boxes: Sequence[WantedBox], file: TorchFile, request_bytes: int) -> Iterator[_Task]:
-    """Join what lies close together in the file, in the order of the boxes."""
-    parts = [
-        (number, part) for number, box in enumerate(boxes) for part in bands_of(box, request_bytes)
-    ]
-
-    def span_of(numbered: tuple[int, WantedBox]) -> ByteRange:
-        _, part = numbered
-        member = file.storages[part.place.storage_key].member
-        return ByteRange(member.header_offset + part.span.start, member.names_end + part.span.end)
-
-    num_taken = 0
-    for span, joined in group(
-        parts, span_of, max_gap_bytes=_JOIN_GAP_BYTES, max_bytes=lambda: request_bytes
-    ):
-        num_taken += len(joined)
-        num_complete = parts[num_taken][0] if num_taken < len(parts) else len(boxes)
-        yield _Task(joined, span.num_bytes, num_complete)
-
-
-def _allocate(box: WantedBox) -> torch.Tensor:
-    """Return a tensor for a box, whose memory the system gets back when it dies.
-
-    The C allocator would keep much of it: it hands out blocks of MiBs from heaps of its own
-    once one of that size was freed, and those stay as large as they ever were.
-    """
-    if box.num_bytes < _LEAST_MAPPED_BYTES:
-        return torch.empty(box.sizes, dtype=box.place.dtype, device="cpu")
-    memory = torch.frombuffer(mmap.mmap(-1, box.num_bytes), dtype=torch.uint8)
-    return memory.view(box.place.dtype).view(box.sizes)
-
-
-class ReadAhead:
-    """Boxes of a file, fetched before they are asked for.
-
-    Use as a context manager, from one thread.
+    Closing it closes the file.
 
     Args:
         file: The file.
-        boxes: In the order in which they will be taken; best that of the file.
-        budget_bytes: Memory for boxes and for bytes on their way to them.
-        request_bytes: Longest range asked for at once.
-        max_requests: Requests in flight.
-        meter: Counts the bytes delivered.
+        view: What it holds. Its layout is a value, too.
+        config: Sizes, bounds and casts.
     """
 
-    def __init__(
-        self,
-        file: TorchFile,
-        boxes: Sequence[WantedBox],
-        *,
-        budget_bytes: int,
-        request_bytes: int = 4 << 20,
-        max_requests: int = 16,
-        meter: Meter | None = None,
-    ) -> None:
+    def __init__(self, file: TorchFile, view: FileView, config: ReadConfig) -> None:
+        discovered = Discovered(file.url, "", metadata=_metadata_of(file, view))
+        super().__init__(file.folder, discovered, config)
         self._file = file
-        self._boxes = boxes
-        self._meter = meter
-        request_bytes = min(request_bytes, max(1, budget_bytes // 4))
-        num_requests = max(1, min(max_requests, budget_bytes // 2 // request_bytes))
-        self._pump = Pump(num_requests, "dcpstore-read-torch")
-        calls = map(self._call, _tasks(boxes, file, request_bytes))
-        # A box counts from its last task on; one at a time has begun and not ended.
-        largest_bytes = max((box.num_bytes for box in boxes), default=0)
-        self._done = self._pump.in_order(calls, max(0, budget_bytes // 2 - largest_bytes))
-        self._num_planned = 0
-        self._num_complete = 0
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._crcs: dict[str, dict[ByteRange, int]] = defaultdict(dict)
-        self.fetched_bytes = 0
-        """Bytes asked for so far."""
-        self.peak_bytes = 0
-        """Most bytes of boxes held at a time, the one taken last included."""
+        self._view = view
+        self._source = _CheckedSource(file)
 
-    def __enter__(self) -> Self:
-        return self
+    @property
+    def url(self) -> str:
+        """The file, without secrets."""
+        return self._file.url
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._pump.__exit__(kind, error, trace)
+    @property
+    def store(self) -> Store:
+        """The file, as a store of one object."""
+        return cast("Store", self._source)
 
-    def take(self, number: int) -> torch.Tensor:
-        """Return a box as a contiguous CPU tensor of its own; it is the caller's.
-
-        Args:
-            number: Of the box; never less than the one taken before.
+    def read_boxes(self, reads: Sequence[BoxRead]) -> None:
+        """Read boxes of tensors; see `Checkpoint.read_boxes`.
 
         Raises:
-            CorruptError: If the file is damaged.
-            ConflictError: If it was replaced.
-            StoreError: If the store refuses.
+            ConflictError: If the file was replaced, and its bytes are wrong for it.
         """
-        for earlier in [one for one in self._tensors if one < number]:
-            del self._tensors[earlier]
         try:
-            while number >= self._num_complete:
-                self._num_complete = next(self._done, len(self._boxes))
+            super().read_boxes(reads)
         except CorruptError:
             self._file.check_unchanged()  # it may be another file by now, and that one whole
             raise
-        return self._tensor(number)
+        for read in reads:
+            _, place = self._view.contents.tensors[read.fqn]
+            apply_flags(place, read.target)
+
+    def read_opaque(self, fqn: str) -> torch.Tensor:
+        """Read a tensor that is more than its elements."""
+        tensor: torch.Tensor = torch.load(io.BytesIO(self._record(fqn)), weights_only=True)
+        return tensor
+
+    def read_value_records(self, fqns: Iterable[str]) -> dict[str, ValueRecord]:
+        """Read values, pickled as ``torch.save`` does it, and the encoded layout."""
+        return {fqn: ValueRecord(self._record(fqn)) for fqn in fqns}
 
     def check_crcs(self) -> None:
         """Compare the checksums of storages that were read whole with the file's.
@@ -193,52 +118,75 @@ class ReadAhead:
         Raises:
             CorruptError: If a storage is not what was saved.
         """
-        for key, parts in self._crcs.items():
-            crc32 = position = 0
-            longest = {span.start: span for span in sorted(parts)}
-            while (span := longest.pop(position, None)) is not None:
-                crc32, position = append_crc32(crc32, parts[span], span.num_bytes), span.end
-            if position == self._file.storages[key].num_bytes:
-                self._file.check_crc(key, crc32)
+        self._source.check_crcs()
 
-    # --- tasks -----------------------------------------------------------------------------
+    def _record(self, fqn: str) -> bytes:
+        pickled = self._view.records[fqn]
+        if fqn != LAYOUT_KEY:
+            return write_record(pickled, self._read_storage)
+        archive = write_record(pickled, self._read_storage) if pickled.storages else b""
+        return encode_layout(replace(self._view.layout, archive=archive))
 
-    def _call(self, task: _Task) -> Call[int]:
-        for number in {number for number, _ in task.parts}:
-            self._tensor(number)
-        held_bytes = sum(self._boxes[number].num_bytes for number in self._tensors)
-        self.peak_bytes = max(self.peak_bytes, held_bytes)
-        self.fetched_bytes += task.span_bytes
-        ended = range(self._num_planned, task.num_complete)
-        self._num_planned = task.num_complete
-        return sum(self._boxes[number].num_bytes for number in ended), partial(self._run, task)
+    def _read_storage(self, identity: int) -> memoryview:
+        key = self._file.identities[identity]
+        data = self._file.read_storage(key)
+        self._file.check_crc(key, zlib.crc32(data))
+        return data
 
-    def _tensor(self, number: int) -> torch.Tensor:
-        if number not in self._tensors:
-            self._tensors[number] = _allocate(self._boxes[number])
-        return self._tensors[number]
 
-    def _run(self, task: _Task) -> int:
-        ranges = [(part.place.storage_key, *part.span) for _, part in task.parts]
-        for (number, part), data in zip(task.parts, self._file.read_ranges(ranges), strict=True):
-            self._note_crc(part, data)
-            self._deliver(number, part, data)
-        return task.num_complete
+def _metadata_of(file: TorchFile, view: FileView) -> Metadata:
+    metadata = view.contents.metadata()
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    entries[LAYOUT_KEY] = BytesStorageMetadata()
+    for fqn, stand_in in view.opaques.items():
+        properties = TensorProperties(dtype=stand_in.dtype, layout=stand_in.layout)
+        chunk = ChunkStorageMetadata(torch.Size([0] * stand_in.dim()), stand_in.size())
+        entries[fqn] = TensorStorageMetadata(properties, stand_in.size(), [chunk])
+    metadata.storage_data = {}
+    for fqn, entry in entries.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        index = MetadataIndex(fqn, entry.chunks[0].offsets if is_tensor else None)
+        metadata.storage_data[index] = view.contents.item(index)
+        if fqn in view.records:
+            record = ByteRange(0, _record_bytes(file, view.records[fqn]))
+            metadata.storage_data[index] = StoredItem(fqn, record, "bytes", record)
+    return metadata
 
-    def _note_crc(self, part: WantedBox, data: memoryview) -> None:
-        key = part.place.storage_key
-        if self._file.has_crc(key):
-            self._crcs[key][part.span] = zlib.crc32(data)
 
-    def _deliver(self, number: int, part: WantedBox, data: memoryview) -> None:
-        box, place = self._boxes[number], part.place
-        inner = [offset - base for offset, base in zip(part.offsets, box.offsets, strict=True)]
-        target = narrow(self._tensors[number], inner, part.sizes)
-        start = part.span.start - place.storage_offset * place.dtype.itemsize
-        copy_box_in(data, start, place.dtype, place.strides, part.offsets, part.sizes, target)
-        if place.is_conj:
-            target.imag.neg_()
-        if place.is_neg:
-            target.neg_()
-        if self._meter is not None:
-            self._meter.advance(part.num_bytes)
+def _record_bytes(file: TorchFile, pickled: PickledStructure) -> int:
+    storages = (file.identities.get(one) for one in pickled.storages.values())
+    sizes = (file.storages[key].num_bytes for key in storages if key is not None)
+    return len(pickled.data) + sum(sizes)
+
+
+class _CheckedSource(FileSource):
+    """A file of which the CRC32s are kept of what was read. Thread-safe."""
+
+    def __init__(self, file: TorchFile) -> None:
+        super().__init__(file.url, file)
+        self._checked = file
+        self._crcs: dict[tuple[str, ByteRange], int] = {}
+
+    def get_range(self, key: str, start: int, end: int) -> memoryview:
+        """Return bytes ``[start, end)`` of the file."""
+        data = super().get_range(key, start, end)
+        for at, storage in self._checked.storages_in(start, end):
+            if self._checked.has_crc(storage):
+                first = max(at, start)
+                last = min(at + self._checked.storages[storage].num_bytes, end)
+                crc32 = zlib.crc32(data[first - start : last - start])
+                self._crcs[storage, ByteRange(first - at, last - at)] = crc32
+        return data
+
+    def check_crcs(self) -> None:
+        """Compare; see `FileCheckpoint.check_crcs`."""
+        by_storage: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        for (storage, span), crc32 in sorted(self._crcs.items()):
+            by_storage[storage][span.start] = span.end, crc32  # the longest comes last
+        for storage, parts in by_storage.items():
+            whole = position = 0
+            while (part := parts.pop(position, None)) is not None:
+                end, crc32 = part
+                whole, position = append_crc32(whole, crc32, end - position), end
+            if position == self._checked.storages[storage].num_bytes:
+                self._checked.check_crc(storage, whole)

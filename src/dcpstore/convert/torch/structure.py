@@ -24,12 +24,13 @@ import json
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
+from dcpstore.convert.selection import Selection
 from dcpstore.errors import ConfigError, CorruptError, IncompatibleError
 from dcpstore.format.dtypes import info_of
 from dcpstore.format.zip import TorchZipWriter, read_members
@@ -318,7 +319,8 @@ def rearrange(
     Raises:
         ConfigError: If a new name leads through a leaf.
     """
-    if not replaced and list(names.items()) == [(fqn, fqn) for fqn in leaves.paths]:
+    is_same = all(one is leaves.values[fqn] for fqn, one in replaced.items())
+    if is_same and list(names.items()) == [(fqn, fqn) for fqn in leaves.paths]:
         return value
     kept = {
         leaves.paths[fqn]: replaced.get(fqn, leaves.values[fqn])
@@ -439,6 +441,31 @@ class Recast:
             made.requires_grad_(tensor.requires_grad)
         made.__dict__.update(tensor.__dict__)
         return made
+
+
+def cast_stand_ins(
+    values: Mapping[str, Any], fqns: Iterable[str], views: StorageViews, selection: Selection
+) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
+    """Give stand-ins the dtypes that were chosen for them.
+
+    Args:
+        values: Leaves by key.
+        fqns: Keys that take part; those of other leaves than stand-ins are passed over.
+        views: Tells stand-ins.
+        selection: Chooses the dtypes.
+
+    Returns:
+        Each stand-in by key, the same one where its dtype stays; and the length of each new
+        storage, by identity.
+    """
+    recast = Recast(views)
+    tensors: dict[str, torch.Tensor] = {}
+    for fqn in fqns:
+        value = values[fqn]
+        if isinstance(value, torch.Tensor) and is_stand_in(value, views):
+            dtype = selection.dtype_of(fqn, value.dtype)
+            tensors[fqn] = value if dtype == value.dtype else recast.cast(value, dtype)
+    return tensors, recast.num_bytes
 
 
 LAYOUT_KEY = ".dcpstore.torch_save"
