@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +19,7 @@ from dcpstore import IncompatibleError, StoreError, WriteConfig
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.store import open_store
 from dcpstore.store.base import Capabilities, ObjectInfo
+from dcpstore.testing import FaultyStore, StoreFault
 from dcpstore.write.upload import Uploads
 
 MIB = 1 << 20
@@ -302,3 +305,24 @@ def test_a_tensor_without_memory_is_named_and_nothing_is_read_or_written(tmp_pat
     with pytest.raises(IncompatibleError, match=r"'model\.gone': the target's memory was freed"):
         dcpstore.load(state, tmp_path / "good")
     assert (state["fine"] == -1).all()
+
+
+@pytest.mark.parametrize("num_elements", [1000, 5 << 20])
+def test_a_save_that_failed_lets_go_of_its_tensors(tmp_path, num_elements: int) -> None:
+    """A job that catches the error and goes on must not lose the memory of each such save."""
+    state = {"a": torch.ones(num_elements), "b": torch.ones(10)[::2]}
+    storage = weakref.ref(state["a"].untyped_storage())
+    tensor = weakref.ref(state["a"])
+
+    def refusing(*given: Any, **more: Any) -> FaultyStore:
+        denied = StoreFault("denied", verb="put", times=None)
+        uploads = StoreFault("denied", verb="put_parts", times=None)
+        return FaultyStore(open_store(*given, **more), [denied, uploads])
+
+    writer = dcpstore.ObjectStoreWriter(str(tmp_path / "x"), store_opener=refusing)
+    with pytest.raises(StoreError, match="denied"):
+        dcpstore.save(state, storage_writer=writer)
+    del state, writer
+    gc.collect()
+    assert tensor() is None
+    assert storage() is None

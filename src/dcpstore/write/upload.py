@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from typing_extensions import Buffer
@@ -146,20 +146,16 @@ class SlabPool:
         self, pieces: Sequence[Bytes], slab: Slab | None = None, scratch: Slab | None = None
     ) -> list[Bytes]:
         """Return views of the pieces of a part; the last to die gives back what it took."""
+        back: list[tuple[queue.SimpleQueue[Any], Slab | None]] = [(self._places, None)]
+        if slab is not None:
+            back.append((self._free, slab))
+        if scratch is not None and self._scratch is not None:
+            back.append((self._scratch, scratch))
         leases = [piece[:] for piece in pieces]
         alive = list(range(len(leases)))
         for lease in leases:
-            weakref.finalize(lease, self._end, alive, slab, scratch).atexit = False
+            weakref.finalize(lease, _give_back, alive, back).atexit = False
         return leases
-
-    def _end(self, alive: list[int], slab: Slab | None, scratch: Slab | None) -> None:
-        # Finalizers run in any thread: who pops the bottom of the list is the last one.
-        if alive.pop() == 0:
-            if slab is not None:
-                self._free.put(slab)
-            if scratch is not None and self._scratch is not None:
-                self._scratch.put(scratch)
-            self._places.put(None)
 
     def _take(self, free: queue.SimpleQueue[_T]) -> _T:
         while True:
@@ -172,6 +168,20 @@ class SlabPool:
                 return free.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
+
+
+def _give_back(
+    alive: list[int], back: Sequence[tuple[queue.SimpleQueue[Any], Slab | None]]
+) -> None:
+    """Give back what a part took when its last lease dies.
+
+    Not a method: the interpreter keeps what a finalizer refers to, and from the pool there is a
+    way to the save and to the error that it failed with, whose traceback may hold the lease.
+    """
+    # Finalizers run in any thread: who pops the bottom of the list is the last one.
+    if alive.pop() == 0:
+        for free, taken in reversed(back):
+            free.put(taken)
 
 
 _ALIGNMENT = 64
