@@ -13,10 +13,7 @@ slice of a larger object. Zip's CRC32 of the payload is left at 0: torch does no
 the manifest's CRC32C guards the bytes at ten times the speed.
 
 Records that others wrote are not in our manifest: `parse_record_head` finds their payload
-position, dtype and shape in their head, in which members lie in the order in which torch writes
-them. Torch's writer streams: sizes are not in the local headers but in a descriptor behind the
-contents, so members are walked by reading the pickle to its end and by looking for descriptors
-that fit.
+position, dtype and shape in their head: the pickle, and the header of the storage that it names.
 
 The pickle calls ``torch._utils._rebuild_tensor_v2`` (or ``_v3``). Only the instructions and the
 names that such a call is made of are let through, and the names stand for functions that describe
@@ -27,6 +24,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 import sys
 from collections.abc import Sequence
@@ -48,8 +46,8 @@ from dcpstore.format.dtypes import (
 from dcpstore.format.opcodes import BadPickleError, CutShortError, end_of_program, lengths_of
 from dcpstore.format.zip import (
     ALIGNMENT_BYTES,
-    DESCRIPTOR_SIGNATURE,
     LOCAL_HEADER_BYTES,
+    LOCAL_SIGNATURE,
     MAX32,
     STREAMED_FLAG,
     LocalHeader,
@@ -217,10 +215,8 @@ def _read_pickle(data: memoryview, start: int) -> tuple[_PickledTensor, int]:
 HEAD_BYTES = 1024
 """A first read of this many bytes holds the head of any record that stock DCP writes."""
 
-_DESCRIPTOR_BYTES = 16
-# Members before the payload hold a few characters; a longer one is not torch's.
-_MAX_MEMBER_BYTES = 4096
-_MAX_MEMBERS = 16
+# Torch can be told to align members to 32 KiB, and four precede the payload.
+_MAX_HEAD_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,24 +311,35 @@ def parse_record_head(head: Buffer, record_bytes: int) -> HeadAnswer:
 
 
 def _parse(data: memoryview, record_bytes: int) -> ParsedHead:
-    first, name = _read_header(data, 0)
-    if not name.endswith("/data.pkl"):
-        raise _NotATensorError(f"an archive that starts with {name!r}")
-    root = name.removesuffix("data.pkl")
+    first = _read_header(data, 0)
+    if not first.name.endswith(b"/data.pkl"):
+        raise _NotATensorError(f"an archive that starts with {first.name!r}")
+    root = first.name.removesuffix(b"data.pkl")
     tensor, end = _read_pickle(data, first.contents)
-    position = _skip_descriptor(data, first, end)
-    byteorder = "little"
-    for _ in range(_MAX_MEMBERS):
-        member, name = _read_header(data, position)
-        if name == f"{root}data/{tensor.storage.key}":
-            if byteorder != sys.byteorder:
-                raise _NotATensorError(f"a {byteorder}-endian storage")
-            return _placed(tensor, member, record_bytes)
-        end = _end_of_contents(data, member)
-        if name == f"{root}byteorder":
-            byteorder = bytes(data[member.contents : end]).decode("ascii", "replace")
-        position = _skip_descriptor(data, member, end)
-    raise _NotATensorError("an archive with many members before the storage")
+    key = tensor.storage.key.encode("utf-8", "replace")
+    member = _find_member(data, end, end + _MAX_HEAD_BYTES, root + b"data/" + key)
+    if member is None:
+        if len(data) - end >= _MAX_HEAD_BYTES:
+            raise _NotATensorError("no storage near its pickle")
+        raise _TooShortError(len(data) + 1)
+    note = _find_member(data, end, member.contents, root + b"byteorder")
+    order = sys.byteorder.encode()
+    if note is not None and data[note.contents : note.contents + len(order)] != order:
+        raise _NotATensorError("a storage of another byte order")
+    return _placed(tensor, member, record_bytes)
+
+
+def _find_member(data: memoryview, start: int, end: int, name: bytes) -> LocalHeader | None:
+    """Return the header of a member between two positions; None if it is not there.
+
+    Members are not walked from one to the next: where torch streams, their sizes are behind
+    their contents.
+    """
+    name_bytes = struct.pack("<H", len(name))
+    parts = (re.escape(LOCAL_SIGNATURE), re.escape(name_bytes), re.escape(name))
+    pattern = re.compile(b"%b.{22}%b..%b" % parts, re.DOTALL)
+    found = pattern.search(data, start, end)
+    return None if found is None else _read_header(data, found.start())
 
 
 def _placed(tensor: _PickledTensor, member: LocalHeader, record_bytes: int) -> ParsedHead:
@@ -357,8 +364,7 @@ def _placed(tensor: _PickledTensor, member: LocalHeader, record_bytes: int) -> P
     return ParsedHead(stored, member.contents)
 
 
-def _read_header(data: memoryview, position: int) -> tuple[LocalHeader, str]:
-    """Read a member's header; return also its name as text."""
+def _read_header(data: memoryview, position: int) -> LocalHeader:
     try:
         header = read_local_header(data, position)
     except ValueError as error:
@@ -372,48 +378,7 @@ def _read_header(data: memoryview, position: int) -> tuple[LocalHeader, str]:
         if not sizes:
             raise _NotATensorError("a zip64 member without its size")
         header = replace(header, size_bytes=sizes[0])
-    return header, header.name.decode("utf-8", "replace")
-
-
-def _end_of_contents(data: memoryview, member: LocalHeader) -> int:
-    """Return where a small member's contents end."""
-    too_long = f"a long member {member.name.decode('utf-8', 'replace')!r} before the storage"
-    if not member.flags & STREAMED_FLAG:
-        if member.size_bytes > _MAX_MEMBER_BYTES:
-            raise _NotATensorError(too_long)
-        _require(data, member.contents + member.size_bytes)
-        return member.contents + member.size_bytes
-    window = bytes(data[member.contents : member.contents + _MAX_MEMBER_BYTES])
-    found = window.find(DESCRIPTOR_SIGNATURE)
-    while found >= 0:
-        end = member.contents + found
-        _require(data, end + _DESCRIPTOR_BYTES)
-        if struct.unpack_from("<II", data, end + 8) == (found, found):
-            return end
-        found = window.find(DESCRIPTOR_SIGNATURE, found + 1)
-    if len(window) == _MAX_MEMBER_BYTES:
-        raise _NotATensorError(too_long)
-    raise _TooShortError(len(data) + 1)
-
-
-def _skip_descriptor(data: memoryview, member: LocalHeader, end: int) -> int:
-    """Return where the next member starts, given where this one's contents end."""
-    sizes: tuple[int, ...] = (member.size_bytes,)
-    num_bytes = end - member.contents
-    if member.flags & STREAMED_FLAG:
-        _require(data, end + _DESCRIPTOR_BYTES)
-        if bytes(data[end : end + 4]) != DESCRIPTOR_SIGNATURE:
-            raise _NotATensorError(f"a member {member.name!r} without a descriptor")
-        sizes = struct.unpack_from("<II", data, end + 8)
-        end += _DESCRIPTOR_BYTES
-    if set(sizes) != {num_bytes}:
-        raise _NotATensorError(f"a member {member.name!r} of a wrong size")
-    return end
-
-
-def _require(data: memoryview, num_bytes: int) -> None:
-    if num_bytes > len(data):
-        raise _TooShortError(num_bytes)
+    return header
 
 
 # --- the plan --------------------------------------------------------------------------
