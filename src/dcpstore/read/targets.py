@@ -15,7 +15,6 @@ writers, compressed ones, tensors that are more than their elements, and values.
 from __future__ import annotations
 
 import io
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -461,64 +460,8 @@ def decode_tensor(item: StoredItem, content: Buffer, url: str, fqn: str) -> torc
         ) from error
 
 
-class BufferView(io.RawIOBase):
-    """A buffer as a read-only file, without a copy of it.
-
-    Args:
-        buffer: Contiguous bytes; referred to until the view is closed.
-    """
-
-    def __init__(self, buffer: Buffer) -> None:
-        super().__init__()
-        self._data = memoryview(buffer).cast("B")
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move the cursor, perhaps beyond the end, where reads are empty; return it.
-
-        Raises:
-            ValueError: If it would come before the start.
-        """
-        position = (0, self._at, len(self._data))[whence] + offset
-        if position < 0:
-            raise ValueError(f"negative seek position {position}")
-        self._at = position
-        return position
-
-    def tell(self) -> int:
-        """Return the cursor."""
-        return self._at
-
-    def readinto(self, buffer: Buffer, /) -> int:
-        """Fill a writable buffer from the cursor and return the number of bytes."""
-        target = memoryview(buffer).cast("B")
-        data = self._data[self._at : self._at + len(target)]
-        target[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def readall(self) -> bytes:
-        """Return all bytes from the cursor on, in one copy."""
-        data = bytes(self._data[self._at :])
-        self._at += len(data)
-        return data
-
-    def close(self) -> None:
-        """Let go of the buffer."""
-        self._data = memoryview(b"")
-        super().close()
-
-
 def _untransform(item: StoredItem, content: memoryview, url: str, registry: Any) -> bytes:
-    stream: Any = BufferView(content)
+    stream: Any = io.BytesIO(content)
     extensions = registry or default_extension_registry()
     try:
         for extension in extensions.from_descriptor_list(item.transforms):
