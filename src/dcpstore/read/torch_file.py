@@ -31,10 +31,9 @@ import os
 import pickle
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -67,7 +66,7 @@ class PickledStorage:
     """A storage as the pickle names it.
 
     Attributes:
-        key: Its name in the archive.
+        key: Its name in the archive; tensors with the same one share memory.
         dtype: Of the tensors that were saved with it; uint8 where it has none.
         num_bytes: Its length.
         location: Where it was when it was saved, such as ``"cuda:0"``.
@@ -151,7 +150,8 @@ def unpickle(data: bytes, storages: Storages, *, weights_only: bool, what: str) 
             check_structure(data)
         value = unpickler.load()
         storages.check_lengths()
-        return _checked_size(value, limit=_MAX_PARTS + len(data)) if weights_only else value
+        if weights_only:
+            _check_size(value, _MAX_PARTS + len(data))
     except (CorruptError, IncompatibleError):
         raise
     except BadPickleError as error:
@@ -163,50 +163,36 @@ def unpickle(data: bytes, storages: Storages, *, weights_only: bool, what: str) 
     except Exception as error:
         text = f"{type(error).__name__}: {_first_line(error)[:200]}"
         raise CorruptError(f"the pickle of {what} cannot be opened: {text}") from error
+    return value
 
 
-def _checked_size(value: Any, *, limit: int) -> Any:
-    """Return a structure; refuse one that never ends, or not soon, for those who walk through it.
+def _check_size(value: Any, limit: int) -> None:
+    """Refuse a structure that never ends, or not soon, for those who walk through it."""
+    if isinstance(value, _CONTAINERS) and _num_parts(value, {}) > limit:
+        raise BadPickleError("it shares its parts so often that it would never be read")
 
-    A list or dict that is used in several places counts as often, with what it holds.
+
+def _num_parts(value: Any, known: dict[int, int], holders: tuple[int, ...] = ()) -> int:
+    """Count what a structure is made of, what is used in several places as often.
+
+    Args:
+        value: The structure.
+        known: Number of parts of those containers that were counted, by id.
+        holders: Ids of the containers that it lies in.
 
     Raises:
-        BadPickleError: If it contains itself, is nested too deeply, or has more than ``limit``
-            parts.
+        BadPickleError: If it contains itself, or is nested too deeply.
     """
-    sizes: dict[int, int] = {}
-    open_ids: set[int] = set()
-    path: list[tuple[Any, Iterator[Any]]] = []
-
-    def enter(one: Any) -> None:
-        if id(one) in open_ids:
-            raise BadPickleError(f"it has a {type(one).__name__} that contains itself")
-        if len(path) == _MAX_NESTING:
-            raise BadPickleError(f"it is nested more than {_MAX_NESTING} times")
-        open_ids.add(id(one))
-        sizes[id(one)] = 1
-        parts = chain(one, one.values()) if isinstance(one, dict) else one
-        path.append((one, iter(parts)))
-
-    if isinstance(value, _CONTAINERS):
-        enter(value)
-    while path:
-        holder, parts = path[-1]
-        for part in parts:
-            sizes[id(holder)] += 1
-            if isinstance(part, _CONTAINERS):
-                if id(part) not in sizes or id(part) in open_ids:
-                    enter(part)
-                    break
-                sizes[id(holder)] += sizes[id(part)]
-        else:
-            path.pop()
-            open_ids.discard(id(holder))
-            if path:
-                sizes[id(path[-1][0])] += sizes[id(holder)]
-        if sizes[id(holder)] > limit:
-            raise BadPickleError("it shares its parts so often that it would never be read")
-    return value
+    if id(value) in holders:
+        raise BadPickleError(f"it has a {type(value).__name__} that contains itself")
+    if len(holders) == _MAX_NESTING:
+        raise BadPickleError(f"it is nested more than {_MAX_NESTING} times")
+    if id(value) not in known:
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        held = [one for one in parts if isinstance(one, _CONTAINERS)]
+        inner = (*holders, id(value))
+        known[id(value)] = len(parts) + sum(_num_parts(one, known, inner) for one in held)
+    return known[id(value)]
 
 
 def _no_stand_in(what: str, reason: str) -> str:
@@ -251,21 +237,13 @@ _MAX_NOTE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class StoredStorage:
+class StoredStorage(PickledStorage):
     """A storage of the file.
 
     Attributes:
-        key: Its name; tensors with the same one share memory.
-        num_bytes: Its length.
-        dtype: Of the tensors that were saved with it; uint8 where it has none.
-        location: Where it was when it was saved, such as ``"cuda:0"``.
         member: Its place in the archive.
     """
 
-    key: str
-    num_bytes: int
-    dtype: torch.dtype
-    location: str
     member: Member
 
 
@@ -355,7 +333,7 @@ class TorchFile:
     def storages(self) -> Mapping[str, StoredStorage]:
         """Every storage that the saved structure uses, by key, in the order of the file."""
         found = {
-            key: StoredStorage(key, one.num_bytes, one.dtype, one.location, self._member(key))
+            key: StoredStorage(key, one.dtype, one.num_bytes, one.location, self._member(key))
             for key, one in self._held.pickled.items()
         }
         ordered = sorted(found.values(), key=lambda one: one.member.header_offset)
