@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dcpstore.format.checksum import BlockChecksummer, crc32c, find_bad_block, num_blocks
 from dcpstore.format.payload import copy_box_in, copy_bytes_out
-from dcpstore.format.record import ParsedHead, parse_record_head, plan_record
+from dcpstore.format.record import find_tensor, plan_record
 from dcpstore.format.zip import ALIGNMENT_BYTES
 
 DTYPES = [
@@ -131,13 +131,14 @@ def test_any_layout_is_aligned_and_describes_itself(
 ) -> None:
     layout = plan_record(dtype, shape, object_offset=object_offset, force_zip64=force_zip64)
     assert (object_offset + layout.payload_offset) % ALIGNMENT_BYTES == 0
-    head = parse_record_head(layout.header, layout.record_bytes)
-    assert isinstance(head, ParsedHead)
-    assert head.is_plain
-    assert head.tensor is not None
-    assert (head.tensor.dtype, head.tensor.shape) == (dtype, shape)
-    assert head.tensor.payload_offset == layout.payload_offset
-    assert head.tensor.payload_bytes == layout.payload_bytes
+    stored = find_tensor(
+        lambda start, end: memoryview(layout.header[start:end]), layout.record_bytes
+    )
+    assert stored is not None
+    assert stored.is_dense
+    assert (stored.dtype, stored.shape) == (dtype, shape)
+    assert stored.payload_offset == layout.payload_offset
+    assert stored.payload_bytes == layout.payload_bytes
 
 
 @relaxed

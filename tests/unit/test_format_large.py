@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 from torch.distributed.checkpoint.utils import _ReaderView
 
-from dcpstore.format.record import HEAD_BYTES, ParsedHead, parse_record_head, plan_record
+from dcpstore.format.record import HEAD_BYTES, find_tensor, plan_record
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
@@ -60,15 +62,22 @@ def test_torch_load_maps_it_alone_in_a_file(large, tmp_path: Path) -> None:
     path.unlink()
 
 
+def reader(file: BinaryIO, at: int) -> Callable[[int, int], memoryview]:
+    def read_at(start: int, end: int) -> memoryview:
+        assert (start, end) == (0, HEAD_BYTES)
+        file.seek(at + start)
+        return memoryview(file.read(end - start))
+
+    return read_at
+
+
 def test_its_head_is_read_like_any_other(large) -> None:
     path, layout = large
     with path.open("rb") as file:
-        file.seek(BEFORE)
-        head = parse_record_head(file.read(HEAD_BYTES), layout.record_bytes)
-    assert isinstance(head, ParsedHead)
-    assert head.is_plain
-    assert head.tensor is not None
-    assert head.tensor.payload_bytes == layout.payload_bytes
+        stored = find_tensor(reader(file, BEFORE), layout.record_bytes)
+    assert stored is not None
+    assert stored.is_dense
+    assert stored.payload_bytes == layout.payload_bytes
 
 
 def test_the_head_of_a_stock_record_of_that_size_is_read(tmp_path: Path) -> None:
@@ -76,10 +85,8 @@ def test_the_head_of_a_stock_record_of_that_size_is_read(tmp_path: Path) -> None
     with path.open("wb") as file:
         torch.save(torch.zeros(2**32 + 8, dtype=torch.uint8), file)
     with path.open("rb") as file:
-        head = parse_record_head(file.read(HEAD_BYTES), path.stat().st_size)
-        assert isinstance(head, ParsedHead)
-        assert head.is_plain
-        assert head.tensor is not None
-        assert head.tensor.payload_bytes == 2**32 + 8
-        assert head.tensor.payload_offset == head.head_bytes
+        stored = find_tensor(reader(file, 0), path.stat().st_size)
+        assert stored is not None
+        assert stored.is_dense
+        assert stored.payload_bytes == 2**32 + 8
     path.unlink()

@@ -21,7 +21,8 @@ from itertools import islice
 from dcpstore.audit.scan import Finding, Piece, Scanner, loss_of
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError, StoreError
-from dcpstore.format.record import HEAD_BYTES, NeedMoreBytes, ParsedHead, parse_record_head
+from dcpstore.format.dtypes import dtype_name
+from dcpstore.format.record import find_tensor
 from dcpstore.format.zip import (
     DESCRIPTOR_SIGNATURE,
     END_BYTES,
@@ -205,21 +206,16 @@ def _judge_head(expected: Expected, data: _SparseBytes) -> Iterator[Finding]:
     """Compare dtype and shape in the record with what the metadata say."""
     if expected.sizes is None:
         return
-    num_bytes = HEAD_BYTES
-    while isinstance(
-        head := parse_record_head(data.read(0, num_bytes), data.num_bytes), NeedMoreBytes
-    ):
-        num_bytes = head.num_bytes
-    assert isinstance(head, ParsedHead)
-    if head.tensor is None:
+    tensor = find_tensor(data.read, data.num_bytes)
+    if tensor is None:
         return
-    dtype = str(head.tensor.dtype).removeprefix("torch.")
-    if (dtype, head.tensor.shape) != (expected.dtype, expected.sizes):
+    dtype = dtype_name(tensor.dtype)
+    if (dtype, tensor.shape) != (expected.dtype, expected.sizes):
         yield expected.finding(
             "mismatch",
-            f"it holds {dtype} of shape {list(head.tensor.shape)}, the metadata say"
+            f"it holds {dtype} of shape {list(tensor.shape)}, the metadata say"
             f" {expected.dtype} of shape {list(expected.sizes)}",
-            ByteRange(0, head.head_bytes),
+            ByteRange(0, tensor.payload_offset),
         )
 
 

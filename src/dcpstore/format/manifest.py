@@ -19,9 +19,10 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import crc32c
 import numpy as np
@@ -29,6 +30,7 @@ import numpy.typing as npt
 
 from dcpstore.config import MAX_METADATA_BYTES
 from dcpstore.errors import CorruptError, IncompatibleError
+from dcpstore.format.checksum import Checksums
 from dcpstore.format.dtypes import DTYPES, row_major_strides
 from dcpstore.format.seal import check_relative, is_save_id
 from dcpstore.store.base import ByteRange
@@ -44,10 +46,10 @@ _PREFIX = struct.Struct("<8sII")
 _NO_INLINE = -1
 
 ItemKind: TypeAlias = Literal["raw", "record", "bytes", "value"]
-Checksums: TypeAlias = npt.NDArray[np.uint32]
 Path: TypeAlias = tuple[str | int, ...]
 _Columns: TypeAlias = Mapping[str, npt.NDArray[Any]]
-_T = TypeVar("_T")
+_NameOf: TypeAlias = Callable[[int], str]
+"""Returns the key that a row belongs to, for messages."""
 
 _KINDS: tuple[ItemKind, ...] = ("raw", "record", "bytes", "value")
 
@@ -417,7 +419,7 @@ def _read_columns(header: _Header, stored: memoryview, max_bytes: int) -> _Colum
             f"the manifest's columns take {at} bytes by its header, and {len(stored)} are there"
         )
     _check_counts({name: count for name, (count, _) in found.items()}, len(stored), max_bytes)
-    return {name: _decompress(name, count, part) for name, (count, part) in found.items()}
+    return {name: _decompress(name, *found[name]) for name in _COLUMNS if name in found}
 
 
 def _check_counts(counts: Mapping[str, int], stored_bytes: int, max_bytes: int) -> None:
@@ -471,13 +473,16 @@ def _build(header: _Header, columns: _Columns) -> Manifest:
     keys = _decode_texts("object.key", columns)
     for name, texts in (("entry.fqn", fqns), ("object.key", keys)):
         if len(set(texts)) != len(texts):
-            raise _damaged(name, f"{_first_repeated(texts)!r} is there twice")
+            raise _damaged(name, f"{_most_common(texts)!r} is there twice")
     for one in keys:
         check_relative(one)
-    _check_numbers(header, columns, fqns)
+
+    def of(row: int) -> str:
+        return fqns[int(columns["item.entry"][row])]
+
+    _check_numbers(header, columns, fqns, of)
     entry_sizes = _Shapes("entry.sizes", columns)
     entries = _entries(header, columns, fqns, entry_sizes)
-    of = _NamesOf(fqns, columns["item.entry"])
     _check_encodings(columns, of)
     _check_spans(columns, of)
     _check_checksums(header, columns, of)
@@ -524,8 +529,9 @@ def _entries(
 ) -> tuple[Entry, ...]:
     properties, inside = columns["entry.properties"], columns["entry.in_state_dict"]
     has_shape = (properties >= 0) | (sizes.ndim == 0)
-    _require(has_shape, "entry.sizes", "what is no tensor has a shape", fqns)
-    _require(sizes.num_elements() >= 0, "entry.sizes", "there are 2**63 elements or more", fqns)
+    of = fqns.__getitem__
+    _require(has_shape, "entry.sizes", "what is no tensor has a shape", of)
+    _require(sizes.num_elements() >= 0, "entry.sizes", "there are 2**63 elements or more", of)
     for number in np.unique(properties[properties >= 0]).tolist():
         problem = _problem_of_properties(header.strings[number])
         if problem is not None:
@@ -553,7 +559,9 @@ def _problem_of_properties(text: str) -> str | None:
     return None
 
 
-def _check_numbers(header: _Header, columns: _Columns, fqns: Sequence[str]) -> None:
+def _check_numbers(
+    header: _Header, columns: _Columns, fqns: Sequence[str], of_item: _NameOf
+) -> None:
     """Check that each number is one that its column may hold."""
     limits = {
         "": 1 << 63,
@@ -566,16 +574,14 @@ def _check_numbers(header: _Header, columns: _Columns, fqns: Sequence[str]) -> N
     for name, column in columns.items():
         _, below, least = _COLUMNS[name]
         group = name.partition(".")[0]
-        names: Sequence[str] | _NamesOf | None = fqns if group == "entry" else None
-        if group == "item" and name != "item.entry":
-            names = _NamesOf(fqns, columns["item.entry"])
-        if name.endswith((".flat", ".text")):
-            names = None
+        of = {"entry": fqns.__getitem__, "item": of_item}.get(group)
+        if name.endswith((".flat", ".text")) or name == "item.entry":
+            of = None
         problem = f"there is no such {below}" if below else "it is negative or too large"
-        _require((column >= least) & (column < limits[below]), name, problem, names)
+        _require((column >= least) & (column < limits[below]), name, problem, of)
 
 
-def _check_encodings(columns: _Columns, of: _NamesOf) -> None:
+def _check_encodings(columns: _Columns, of: _NameOf) -> None:
     """Check that the row of each encoding is behind that of its value's bytes."""
     kind, entry, has_offsets = (columns[f"item.{one}"] for one in ("kind", "entry", "has_offsets"))
     is_owner = (kind == _KINDS.index("bytes")) & (has_offsets == 0)
@@ -585,7 +591,7 @@ def _check_encodings(columns: _Columns, of: _NamesOf) -> None:
     _require(fits, "item.kind", "an encoding is not behind the bytes of its value", of)
 
 
-def _check_spans(columns: _Columns, of: _NamesOf) -> None:
+def _check_spans(columns: _Columns, of: _NameOf) -> None:
     start, length, payload, offset = (
         columns[f"item.{name}"].astype(np.int64)
         for name in ("start", "length", "payload_length", "payload_offset")
@@ -598,7 +604,7 @@ def _check_spans(columns: _Columns, of: _NamesOf) -> None:
     _require(is_inside, "item.payload_length", "the payload ends beyond its record's end", of)
 
 
-def _check_checksums(header: _Header, columns: _Columns, of: _NamesOf) -> None:
+def _check_checksums(header: _Header, columns: _Columns, of: _NameOf) -> None:
     payload = columns["item.payload_length"].astype(np.int64)
     blocks, inline = columns["item.blocks"], columns["item.inline"]
     if header.block_bytes == 0:
@@ -616,7 +622,7 @@ def _check_checksums(header: _Header, columns: _Columns, of: _NamesOf) -> None:
             raise _damaged(name, f"it has {len(columns[name])} rows, and its items {total}")
 
 
-def _check_shapes(header: _Header, columns: _Columns, entry_sizes: _Shapes, of: _NamesOf) -> None:
+def _check_shapes(header: _Header, columns: _Columns, entry_sizes: _Shapes, of: _NameOf) -> None:
     """Check that chunks lie in their tensors, and that elements take the payload's bytes."""
     offsets, sizes = _Shapes("item.offsets", columns), _Shapes("item.sizes", columns)
     has_offsets = columns["item.has_offsets"] == 1
@@ -644,7 +650,7 @@ def _check_shapes(header: _Header, columns: _Columns, entry_sizes: _Shapes, of: 
 
 
 def _check_elements(
-    header: _Header, columns: _Columns, num_elements: npt.NDArray[np.int64], of: _NamesOf
+    header: _Header, columns: _Columns, num_elements: npt.NDArray[np.int64], of: _NameOf
 ) -> None:
     _require(num_elements >= 0, "item.sizes", "there are 2**63 elements or more", of)
     is_raw = columns["item.kind"] == _KINDS.index("raw")
@@ -655,7 +661,7 @@ def _check_elements(
         if row is None:
             raise IncompatibleError(
                 f"the manifest's column item.dtype names {header.strings[number]!r:.60} (of"
-                f" {of[int(np.argmax(is_raw & (numbers == number)))]!r}), a dtype that this"
+                f" {of(int(np.argmax(is_raw & (numbers == number))))!r}), a dtype that this"
                 " dcpstore does not know. Update dcpstore to load this checkpoint"
             )
         item_bytes[number] = row.item_bytes
@@ -687,9 +693,7 @@ def _decode_paths(column: npt.NDArray[Any]) -> dict[str, Path]:
                 raise ValueError(f"{fqn!r:.200} has the path {path!r:.200} from no dictionary")
             paths[fqn] = tuple(path)
         if len(paths) != len(pairs):
-            raise ValueError(
-                f"{_first_repeated([pair[0] for pair in pairs])!r:.200} is there twice"
-            )
+            raise ValueError(f"{_most_common(fqn for fqn, _ in pairs)!r:.200} is there twice")
         _check_lists(paths)
     except (ValueError, TypeError) as error:
         raise _damaged(_PATHS, str(error)) from error
@@ -760,17 +764,6 @@ def _decode_items(
         )
 
 
-class _NamesOf:
-    """The key of each item, for messages."""
-
-    def __init__(self, fqns: Sequence[str], entry: npt.NDArray[Any]) -> None:
-        self._fqns = fqns
-        self._entry = entry
-
-    def __getitem__(self, row: int) -> str:
-        return self._fqns[int(self._entry[row])]
-
-
 class _Shapes:
     """A column of shapes or offsets, checked to be whole."""
 
@@ -813,22 +806,16 @@ def _require(
     holds: npt.NDArray[np.bool_],
     column: str,
     problem: str,
-    names: Sequence[str] | _NamesOf | None = None,
+    of: _NameOf | None = None,
 ) -> None:
     if holds.all():
         return
     row = int(np.argmin(holds))
-    fqn = None if names is None else names[row]
-    raise _damaged(column, f"row {row}: {problem}", fqn=fqn)
+    raise _damaged(column, f"row {row}: {problem}", fqn=None if of is None else of(row))
 
 
-def _first_repeated(values: Iterable[_T]) -> _T:
-    seen = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    raise AssertionError("none is repeated")
+def _most_common(texts: Iterable[str]) -> str:
+    return Counter(texts).most_common(1)[0][0]
 
 
 def _with_encodings(rows: Iterable[tuple[ItemId, StoredItem]]) -> dict[ItemId, StoredItem]:

@@ -32,8 +32,6 @@ from dcpstore.store.base import ByteRange
 from dcpstore.text import collector_paused
 from dcpstore.torch_private import make_storage_info
 
-_FORMATS = ("contiguous_format", "channels_last", "preserve_format")
-
 
 def item_id(index: MetadataIndex) -> ItemId:
     """Return the torch-free form of an index; its hint is dropped, as in comparisons."""
@@ -65,8 +63,6 @@ def entries_of(metadata: Metadata, items: Iterable[ItemId]) -> tuple[Entry, ...]
 
 def planner_paths_of(planner_data: Any) -> Mapping[str, Path] | None:
     """Return DCP's flattening map if ``planner_data`` is one; None if it is anything else."""
-    if planner_data is None:
-        return None
     if not isinstance(planner_data, Mapping):
         return None
     for fqn, path in planner_data.items():
@@ -90,21 +86,19 @@ def metadata_from_manifest(manifest: Manifest) -> Metadata:
         if one.offsets is not None:
             known = chunks.setdefault(one.fqn, [])
             hint = len(known)
-            known.append(_chunk(one.offsets, item))
+            known.append(ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(item.sizes)))
         storage[MetadataIndex(one.fqn, one.offsets, hint)] = item
     state_dict_metadata: dict[str, Any] = {}
     for entry in manifest.entries:
         if entry.properties is not None:
             state_dict_metadata[entry.fqn] = TensorStorageMetadata(
-                _properties(entry.properties), torch.Size(entry.sizes), chunks.get(entry.fqn, [])
+                TensorProperties(**_property_fields(entry.properties)),
+                torch.Size(entry.sizes),
+                chunks.get(entry.fqn, []),
             )
         elif entry.in_state_dict:
             state_dict_metadata[entry.fqn] = BytesStorageMetadata()
     return Metadata(state_dict_metadata, manifest.planner_paths, storage)
-
-
-def _chunk(offsets: tuple[int, ...], item: StoredItem) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(item.sizes))
 
 
 def stock_storage_data(items: Mapping[MetadataIndex, StoredItem]) -> dict[MetadataIndex, object]:
@@ -128,44 +122,32 @@ def stock_items(metadata: Metadata) -> dict[MetadataIndex, StoredItem]:
             "the checkpoint's metadata does not say where its items lie"
             f" (storage_data is {type(metadata.storage_data).__name__})"
         )
+    items: dict[MetadataIndex, StoredItem] = {}
+    keys: dict[str, str] = {}
+    entries = metadata.state_dict_metadata.items()
     try:
-        return _stored_items(metadata)
+        tensors = {fqn for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        for index, info in metadata.storage_data.items():
+            path = str(info.relative_path)
+            record = ByteRange(int(info.offset), int(info.offset) + int(info.length))
+            if record.start < 0 or record.end < record.start:
+                raise CorruptError(f"{index.fqn!r} has the impossible range {record}", key=path)
+            key = keys.get(path)
+            if key is None:
+                key = keys[path] = check_relative(path)
+            items[index] = StoredItem(
+                key=key,
+                record=record,
+                kind="record" if index.fqn in tensors else "bytes",
+                payload=record,
+                transforms=tuple(getattr(info, "transform_descriptors", None) or ()),
+            )
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         # Only of metadata that came in by plain pickle: others were checked when they were opened.
         raise CorruptError(
             f"the checkpoint's metadata does not say where its items lie: {type(error).__name__}:"
             f" {str(error)[:200]}"
         ) from error
-
-
-def _stored_items(metadata: Metadata) -> dict[MetadataIndex, StoredItem]:
-    items: dict[MetadataIndex, StoredItem] = {}
-    keys: dict[str, str] = {}
-    tensors = {
-        fqn
-        for fqn, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    for index, info in metadata.storage_data.items():
-        try:
-            path, start, length = info.relative_path, info.offset, info.length
-        except AttributeError as error:
-            raise CorruptError(
-                f"the checkpoint's metadata has no offset and length for {index.fqn!r}: {info!r}"
-            ) from error
-        record = ByteRange(int(start), int(start) + int(length))
-        if record.start < 0 or record.end < record.start:
-            raise CorruptError(f"{index.fqn!r} has the impossible range {record}", key=str(path))
-        key = keys.get(path)
-        if key is None:
-            key = keys[path] = check_relative(str(path))
-        items[index] = StoredItem(
-            key=key,
-            record=record,
-            kind="record" if index.fqn in tensors else "bytes",
-            payload=record,
-            transforms=tuple(getattr(info, "transform_descriptors", None) or ()),
-        )
     return items
 
 
@@ -180,10 +162,6 @@ def _properties_text(properties: TensorProperties) -> str:
         },
         separators=(",", ":"),
     )
-
-
-def _properties(text: str) -> TensorProperties:
-    return TensorProperties(**_property_fields(text))
 
 
 @lru_cache(maxsize=64)  # thousands of tensors share a few texts

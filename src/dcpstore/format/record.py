@@ -12,7 +12,7 @@ makes it before any byte of the tensor is copied. Stock ``torch.load`` reads it,
 slice of a larger object. Zip's CRC32 of the payload is left at 0: torch does not look at it, and
 the manifest's CRC32C guards the bytes at ten times the speed.
 
-Records that others wrote are not in our manifest: `parse_record_head` finds their payload
+Records that others wrote are not in our manifest: `find_tensor` finds their payload
 position, dtype and shape in their head: the pickle, and the header of the storage that it names.
 
 The pickle calls ``torch._utils._rebuild_tensor_v2`` (or ``_v3``). Only the instructions and the
@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from dcpstore.format.dtypes import (
@@ -52,6 +52,7 @@ from dcpstore.format.zip import (
     STREAMED_FLAG,
     LocalHeader,
     NewMember,
+    ReadAt,
     end_records,
     padding,
     read_local_header,
@@ -60,7 +61,6 @@ from dcpstore.format.zip import (
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Buffer
 
 
 class _NotATensorError(Exception):
@@ -111,33 +111,22 @@ _LENGTHS = lengths_of(
 )
 
 
-def _rebuild_v2(*arguments: Any) -> _PickledTensor:
+def _rebuild_tensor(*arguments: Any) -> _PickledTensor:
     match arguments:
-        case (
-            _Storage(dtype_name=str() as dtype) as storage,
-            offset,
-            shape,
-            strides,
-            bool(),
-            hooks,
-        ) if hooks is _HOOKS:
-            return _described(dtype, storage, offset, shape, strides)
-    raise _NotATensorError("a call of _rebuild_tensor_v2 with unusual arguments")
-
-
-def _rebuild_v3(*arguments: Any) -> _PickledTensor:
-    match arguments:
-        case (
-            _Storage(dtype_name=None) as storage,
-            offset,
-            shape,
-            strides,
-            bool(),
-            hooks,
-            DtypeInfo(name=dtype),
-        ) if hooks is _HOOKS:
-            return _described(dtype, storage, offset, shape, strides)
-    raise _NotATensorError("a call of _rebuild_tensor_v3 with unusual arguments")
+        case (_Storage(dtype_name=str() as dtype) as storage, *place, bool(), hooks):
+            pass
+        case (_Storage(dtype_name=None) as storage, *place, bool(), hooks, DtypeInfo(name=dtype)):
+            pass
+        case _:
+            raise _NotATensorError("a tensor rebuilt from unusual arguments")
+    if hooks is not _HOOKS or len(place) != 3:
+        raise _NotATensorError("a tensor rebuilt from unusual arguments")
+    offset, shape, strides = place
+    if not (_are_sizes(shape) and _are_sizes(strides) and _are_sizes((offset,))):
+        raise _NotATensorError("a shape that is none")
+    if len(shape) != len(strides):
+        raise _NotATensorError("a shape with too few or too many strides")
+    return _PickledTensor(dtype, shape, strides, offset, storage)
 
 
 def _rebuild_parameter(*arguments: Any) -> _PickledTensor:
@@ -147,24 +136,14 @@ def _rebuild_parameter(*arguments: Any) -> _PickledTensor:
     raise _NotATensorError("a call of _rebuild_parameter with unusual arguments")
 
 
-def _described(
-    dtype_name: str, storage: _Storage, offset: Any, shape: Any, strides: Any
-) -> _PickledTensor:
-    if not (_are_sizes(shape) and _are_sizes(strides) and _are_sizes((offset,))):
-        raise _NotATensorError("a shape that is none")
-    if len(shape) != len(strides):
-        raise _NotATensorError("a shape with too few or too many strides")
-    return _PickledTensor(dtype_name, shape, strides, offset, storage)
-
-
 def _are_sizes(values: Any) -> bool:
     return type(values) is tuple and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
 _UNTYPED = DtypeInfo("", 1)
 _NAMES: dict[str, Any] = {
-    "torch._utils._rebuild_tensor_v2": _rebuild_v2,
-    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "collections.OrderedDict": lambda: _HOOKS,
     "torch.storage.UntypedStorage": _UNTYPED,
@@ -220,17 +199,6 @@ _MAX_HEAD_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class NeedMoreBytes:
-    """The head is longer than what was given.
-
-    Attributes:
-        num_bytes: Give at least this many bytes of the record, counted from its start.
-    """
-
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Where a record keeps its tensor, and how.
 
@@ -263,54 +231,33 @@ class StoredTensor:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedHead:
-    """What the head of a record says.
+def find_tensor(read_at: ReadAt, record_bytes: int) -> StoredTensor | None:
+    """Find the tensor of a ``torch.save`` record, by one small read nearly always.
 
-    Attributes:
-        tensor: The stored tensor; None if only ``torch.load`` can tell (see `reason`).
-        head_bytes: How many bytes of the record were looked at.
-        reason: Why the record is opaque; empty if it is not.
-    """
-
-    tensor: StoredTensor | None
-    head_bytes: int
-    reason: str = ""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the byte range of any run of elements is computable."""
-        return self.tensor is not None and self.tensor.is_dense
-
-
-HeadAnswer: TypeAlias = ParsedHead | NeedMoreBytes
-
-
-def parse_record_head(head: Buffer, record_bytes: int) -> HeadAnswer:
-    """Read the head of a ``torch.save`` record. Runs nothing that stands in it.
+    Runs nothing that stands in the record.
 
     Args:
-        head: First bytes of the record; borrowed for the call. `HEAD_BYTES` do nearly always.
-        record_bytes: Length of the whole record.
+        read_at: Reads the record.
+        record_bytes: Its length.
 
     Returns:
-        What the head says, or how many bytes to give instead. Records of other things
-        than one tensor, of other byte orders, and broken ones come back opaque: hand
-        them to ``torch.load`` whole.
+        None if only ``torch.load`` can tell what the record holds: something else than one
+        tensor, another byte order, or a broken record.
     """
-    data = memoryview(head).cast("B")
-    try:
-        return _parse(data, record_bytes)
-    except _TooShortError as short:
-        if short.needed_bytes <= record_bytes:
-            wanted = max(short.needed_bytes, 2 * len(data), HEAD_BYTES)
-            return NeedMoreBytes(min(wanted, record_bytes))
-        return ParsedHead(None, len(data), "the record ends inside its head")
-    except _NotATensorError as other:
-        return ParsedHead(None, len(data), f"not one plain tensor: {other}")
+    given = 0
+    wanted = HEAD_BYTES
+    while given < record_bytes:
+        given = min(wanted, record_bytes)
+        try:
+            return _parse(memoryview(read_at(0, given)).cast("B"), record_bytes)
+        except _TooShortError as short:
+            wanted = max(short.needed_bytes, 2 * given)
+        except _NotATensorError:
+            break
+    return None
 
 
-def _parse(data: memoryview, record_bytes: int) -> ParsedHead:
+def _parse(data: memoryview, record_bytes: int) -> StoredTensor:
     first = _read_header(data, 0)
     if not first.name.endswith(b"/data.pkl"):
         raise _NotATensorError(f"an archive that starts with {first.name!r}")
@@ -342,7 +289,7 @@ def _find_member(data: memoryview, start: int, end: int, name: bytes) -> LocalHe
     return None if found is None else _read_header(data, found.start())
 
 
-def _placed(tensor: _PickledTensor, member: LocalHeader, record_bytes: int) -> ParsedHead:
+def _placed(tensor: _PickledTensor, member: LocalHeader, record_bytes: int) -> StoredTensor:
     """Join the pickle's tensor and the position of its storage, and check both."""
     num_bytes = tensor.storage.num_bytes
     try:
@@ -358,10 +305,9 @@ def _placed(tensor: _PickledTensor, member: LocalHeader, record_bytes: int) -> P
         last = tensor.storage_offset + sum((size - 1) * stride for size, stride in steps)
         if (last + 1) * item_bytes(dtype) > num_bytes:
             raise _NotATensorError("a tensor that reaches past its storage")
-    stored = StoredTensor(
+    return StoredTensor(
         dtype, tensor.shape, tensor.strides, tensor.storage_offset, member.contents, num_bytes
     )
-    return ParsedHead(stored, member.contents)
 
 
 def _read_header(data: memoryview, position: int) -> LocalHeader:

@@ -296,14 +296,8 @@ def load_metadata_pickle(
         message = f"{key} is no checkpoint metadata, or is damaged: {error}"
         raise CorruptError(message, key=key, fqn=fqn) from error
     except Exception as error:
-        raise CorruptError(
-            f"{key} is no checkpoint metadata: {_first_words(error)}", key=key
-        ) from error
-
-
-def _first_words(error: Exception) -> str:
-    text = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text[:200]}"
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        raise CorruptError(f"{key} is no checkpoint metadata: {text}", key=key) from error
 
 
 # --- the gate ----------------------------------------------------------------------------------
@@ -375,7 +369,7 @@ class _Gate:
     def _chunks(self, fqns: list[str], shapes: _Shapes, chunks: list[list[Any]]) -> list[Any]:
         """Make the chunks of all tensors, one tensor after the other."""
         owners = np.repeat(np.arange(len(chunks)), list(map(len, chunks)))
-        names = _Named(fqns, owners.tolist())
+        names = [fqns[owner] for owner in owners.tolist()]
         records = list(chain.from_iterable(chunks))
         columns = self._columns(records, _Chunk, ("offsets", "sizes"), "a chunk", names)
         offsets = self._shapes(columns[0], "the offset of a chunk", names)
@@ -474,7 +468,7 @@ class _Gate:
         for row, texts in enumerate(transforms):
             if texts is not None:
                 self._count(len(texts))
-                _check_types(texts, {str}, "a transform", _Named(fqns, [row] * len(texts)))
+                _check_types(texts, {str}, "a transform", [fqns[row]] * len(texts))
                 made[row].transform_descriptors = texts
         return made
 
@@ -622,20 +616,6 @@ class _Shapes(NamedTuple):
         firsts = np.cumsum(ranks) - ranks
         at = np.arange(int(ranks.sum())) + np.repeat(starts - firsts, ranks)
         return _Shapes([], ranks, self.flat[at])
-
-
-class _Named(Sequence[str]):
-    """The key that each of many parts belongs to, found when it is asked for."""
-
-    def __init__(self, fqns: Sequence[str], owners: Sequence[int]) -> None:
-        self._fqns = fqns
-        self._owners = owners
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    def __getitem__(self, row: Any) -> Any:
-        return self._fqns[self._owners[row]]
 
 
 _SCALARS = frozenset({bool, int, float, str, bytes})

@@ -35,7 +35,7 @@ from dcpstore.format.payload import (
     set_payload,
     spacing,
 )
-from dcpstore.format.record import HEAD_BYTES, HeadAnswer, NeedMoreBytes, parse_record_head
+from dcpstore.format.record import StoredTensor, find_tensor
 from dcpstore.format.tensors import copy_opaque_in, decode_opaque
 from dcpstore.plan.coverage import refuse_lacks
 from dcpstore.store.base import ByteRange, Store
@@ -195,10 +195,16 @@ def _mismatch(target: Target, metadata: Metadata, casts: str) -> str | None:
             f"{target.fqn!r}: the plan reads shape {tuple(lengths)} and the target has shape"
             f" {tuple(tensor.shape)}"
         )
-    layout = _saved_layout(target, metadata)
+    entry = metadata.state_dict_metadata.get(target.fqn)
+    properties = entry.properties if isinstance(entry, TensorStorageMetadata) else None
+    layout = torch.strided
+    if properties is not None and target.item.kind != "raw":
+        layout = properties.layout
     if layout != tensor.layout:
         return f"{target.fqn!r}: saved as {layout}, and the target is {tensor.layout}"
-    saved = _saved_dtype(target, metadata)
+    saved = None if properties is None else properties.dtype
+    if target.item.dtype:
+        saved = dtype_from_name(target.item.dtype)
     if saved is None or saved == tensor.dtype or casts == "any":
         return None
     if casts == "widening" and keeps_every_value(saved, tensor.dtype):
@@ -211,20 +217,6 @@ def _mismatch(target: Target, metadata: Metadata, casts: str) -> str | None:
         else f"{target.fqn!r}: saved as {dtype_name(saved)}, the target is"
         f" {dtype_name(tensor.dtype)}, and ReadConfig(casts='exact') allows no cast"
     )
-
-
-def _saved_layout(target: Target, metadata: Metadata) -> torch.layout:
-    if target.item.kind == "raw":
-        return torch.strided
-    entry = metadata.state_dict_metadata.get(target.fqn)
-    return entry.properties.layout if isinstance(entry, TensorStorageMetadata) else torch.strided
-
-
-def _saved_dtype(target: Target, metadata: Metadata) -> torch.dtype | None:
-    if target.item.dtype:
-        return dtype_from_name(target.item.dtype)
-    entry = metadata.state_dict_metadata.get(target.fqn)
-    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
 
 
 def keeps_every_value(source: torch.dtype, target: torch.dtype) -> bool:
@@ -278,11 +270,10 @@ def group_targets(targets: Sequence[Target]) -> list[Target]:
 # --- records of which it is not known where their elements lie ------------------------
 
 
-def as_raw(item: StoredItem, head: HeadAnswer) -> StoredItem:
-    """Return a record as a raw item if its head says that it is a dense tensor; else as it is."""
-    if isinstance(head, NeedMoreBytes) or head.tensor is None or not head.is_plain:
+def as_raw(item: StoredItem, tensor: StoredTensor | None) -> StoredItem:
+    """Return a record as a raw item if it holds a dense tensor; else as it is."""
+    if tensor is None or not tensor.is_dense:
         return item
-    tensor = head.tensor
     start = item.record.start + tensor.payload_offset
     return replace(
         item,
@@ -309,14 +300,13 @@ def locate(store: Store, item: StoredItem) -> tuple[StoredItem, list[int]]:
     Returns:
         The item, raw if it is a plain tensor, and the bytes of each request.
     """
-    sizes = [HEAD_BYTES]
-    while True:
-        start = item.record.start
-        head = store.get_range(item.key, start, start + sizes[-1])
-        answer = parse_record_head(head, item.record.num_bytes)
-        if not isinstance(answer, NeedMoreBytes):
-            return as_raw(item, answer), sizes
-        sizes.append(answer.num_bytes)
+    sizes = []
+
+    def read_at(start: int, end: int) -> memoryview:
+        sizes.append(end - start)
+        return store.get_range(item.key, item.record.start + start, item.record.start + end)
+
+    return as_raw(item, find_tensor(read_at, item.record.num_bytes)), sizes
 
 
 # --- bytes into targets -----------------------------------------------------------------
@@ -430,7 +420,7 @@ def decode(target: Target, url: str, registry: Any) -> None:
     if target.tensor is None:
         target.content = bytes(content)
         return
-    raw = as_raw(item, parse_record_head(content, len(content)))
+    raw = as_raw(item, find_tensor(lambda start, end: content[start:end], len(content)))
     if raw.kind == "raw":
         start = raw.payload.start - raw.record.start
         for one in (target, *target.twins):

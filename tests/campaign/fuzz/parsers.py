@@ -33,7 +33,7 @@ from campaign.fuzz.mutation import (
 )
 from dcpstore.cli.main import main as command_line
 from dcpstore.convert import torch_save_to_dcp
-from dcpstore.format.record import parse_record_head
+from dcpstore.format.record import find_tensor
 from dcpstore.format.seal import make_metadata, read_seal
 from dcpstore.format.tensors import load_record
 from dcpstore.read.torch_file import open_torch_file
@@ -349,7 +349,7 @@ class _Head(_Saved):
 
     def run(self, data: bytes, draws: random.Random | None) -> None:
         num_bytes = len(data) if draws is None else draws.choice((64, 512, 1024, len(data)))
-        parse_record_head(data[:num_bytes], len(data))
+        find_tensor(lambda start, end: memoryview(data)[start : min(end, num_bytes)], len(data))
 
 
 def _saved(value: Any) -> bytes:
