@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import empty as empty_dtensor
 
+from dcpstore import text
 from dcpstore.errors import ConfigError, IncompatibleError, NotFoundError
 from dcpstore.format.metadata import planner_paths_of
 from dcpstore.torch_private import (
@@ -67,20 +68,27 @@ class Entry:
     Attributes:
         fqn: Its key in the checkpoint.
         path: Where it was in the nested state dict.
-        below: The same, below the optimizer's key.
-        owner: Parameter whose state it is, as saved; None for what belongs to no parameter.
-        name: Of the state or hyperparameter: ``exp_avg``, ``lr``.
-        is_in_group: Whether it is part of ``param_groups``.
         saved: Shape and dtype of a tensor, or that it is a value.
+        owner: Parameter whose state it is, as saved; None for what is no state.
+        is_in_group: Whether it is part of ``param_groups``.
+        group: Number of its group, or the parameter whose hyperparameter it is in the flattened
+            form; None for all groups in one value, as torch up to 2.3 saved them.
+        inner: Its path in the state of the parameter, or in the group: ``("exp_avg",)``,
+            ``("lr",)``.
     """
 
     fqn: str
     path: Path
-    below: Path
-    owner: str | None
-    name: str
-    is_in_group: bool
     saved: TensorStorageMetadata | BytesStorageMetadata
+    owner: str | None = None
+    is_in_group: bool = False
+    group: int | str | None = None
+    inner: Path = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the state or hyperparameter: ``exp_avg``, ``lr``; empty for what is neither."""
+        return str(self.inner[0]) if self.inner else ""
 
     @property
     def tensor(self) -> TensorStorageMetadata | None:
@@ -94,18 +102,15 @@ class Entry:
 
 
 def listed(names: Iterable[object], num_shown: int = 8) -> str:
-    """Join names for a message, the first few of them."""
-    texts = [repr(name) for name in names]
-    more = f" and {len(texts) - num_shown} more" if len(texts) > num_shown else ""
-    return ", ".join(texts[:num_shown]) + more
+    """Quote names and join them for a message, the first few of them."""
+    return text.listed(list(map(repr, names)), num_shown)
 
 
 def other_shapes(problems: Sequence[str]) -> IncompatibleError:
     """Return the error of a model that has other shapes, with a line per problem."""
-    more = [f"and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
-    lines = "\n  ".join([*problems[:_MOST_NAMED], *more])
     return IncompatibleError(
-        f"the optimizer was saved for a model of other shapes; nothing was loaded:\n  {lines}\n"
+        "the optimizer was saved for a model of other shapes; nothing was loaded:"
+        f"{text.indented(problems)}\n"
         "Build the model as it was when it was saved, or begin with a new optimizer"
     )
 
@@ -163,29 +168,31 @@ def _below(fqn: str, path: Path, key: str) -> Path | None:
 def _entry(
     metadata: Metadata, fqn: str, path: Path, rest: Path, parameters: Collection[str]
 ) -> Entry:
-    saved = metadata.state_dict_metadata[fqn]
-    owner: str | None = None
-    name, is_in_group = str(rest[-1]) if rest else "", False
-    if len(rest) == 1 and name.startswith((f"{_STATE}.", f"{_GROUPS}.")):
-        kind, _, text = name.partition(".")
-        is_in_group = kind == _GROUPS
-        owner, name = _split(text, parameters)
-    elif rest and rest[0] == _GROUPS:
-        is_in_group = True
-        name = str(rest[2]) if len(rest) > 2 else ""
-    elif len(rest) > 2 and rest[0] == _STATE:
-        owner, name = str(rest[1]), str(rest[2])
-    return Entry(fqn, path, rest, None if is_in_group else owner, name, is_in_group, saved)
+    entry = Entry(fqn, path, metadata.state_dict_metadata[fqn])
+    kind, _, flat = str(rest[0]).partition(".") if rest else ("", "", "")
+    if len(rest) == 1 and flat and kind in (_STATE, _GROUPS):
+        owner, name = _split(flat, parameters)
+        if kind == _STATE:
+            return replace(entry, owner=owner, inner=(name,))
+        group = int(owner) if owner.isdecimal() and owner not in parameters else owner
+        return replace(entry, is_in_group=True, group=group, inner=(name,))
+    if len(rest) > 2 and rest[0] == _GROUPS:
+        return replace(entry, is_in_group=True, group=int(rest[1]), inner=rest[2:])
+    if rest and rest[0] == _GROUPS:
+        return replace(entry, is_in_group=True)
+    if len(rest) > 2 and rest[0] == _STATE:
+        return replace(entry, owner=str(rest[1]), inner=rest[2:])
+    return entry
 
 
-def _split(text: str, parameters: Collection[str]) -> tuple[str, str]:
+def _split(flat: str, parameters: Collection[str]) -> tuple[str, str]:
     """Split ``up.weight.exp_avg`` where the parameter ends; at the last dot if none is known."""
-    at = text.rfind(".")
+    at = flat.rfind(".")
     while at > 0:
-        if text[:at] in parameters:
-            return text[:at], text[at + 1 :]
-        at = text.rfind(".", 0, at)
-    owner, _, name = text.rpartition(".")
+        if flat[:at] in parameters:
+            return flat[:at], flat[at + 1 :]
+        at = flat.rfind(".", 0, at)
+    owner, _, name = flat.rpartition(".")
     return owner, name
 
 
@@ -215,6 +222,7 @@ def _optimizers(paths: Iterable[Path]) -> list[str]:
 
 
 _CPU = torch.device("cpu")
+_VALUE = "not loaded yet"  # anything that is no tensor, so that planners plan a value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,13 +238,51 @@ class Target:
     returned: Any
 
 
+class Targets:
+    """What a load fills, and what the optimizer's state dict holds of it afterwards.
+
+    Attributes:
+        wanted: What the planner is given to fill, by keys of the checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, Any] = {}
+        self._made: dict[str, Target] = {}
+
+    def want(self, entry: Entry, target: Target | None) -> None:
+        """Have an entry loaded; one that is a value has no target."""
+        if target is None:
+            self.wanted[entry.fqn] = _VALUE
+            return
+        self._made[entry.fqn] = target
+        if target.loaded is not None:
+            self.wanted[entry.fqn] = target.loaded
+
+    def left_out(self, loaded: Iterable[str]) -> set[str]:
+        """Return the keys that a planner left out, whose memory has no values.
+
+        One that is not ours plans nothing for a key of which this rank holds no element.
+        """
+        return {
+            fqn
+            for fqn in self.wanted.keys() - set(loaded)
+            if fqn not in self._made or _has_elements(self._made[fqn].loaded)
+        }
+
+    def value(self, entry: Entry) -> Any:
+        """Return what was loaded of an entry."""
+        target = self._made.get(entry.fqn)
+        if target is not None and target.returned is not target.loaded:
+            return target.returned
+        return self.wanted[entry.fqn]
+
+
 def is_tensor(value: object) -> bool:
     """Tell whether a value of a model's state dict can be a parameter."""
     return isinstance(value, torch.Tensor | ShardedTensor)
 
 
-def has_elements(target: Any) -> bool:
-    """Tell whether this rank holds any element of a tensor."""
+def _has_elements(target: Any) -> bool:
     if isinstance(target, ShardedTensor):
         return any(shard.tensor.numel() for shard in target.local_shards())
     local = target.to_local() if isinstance(target, DTensor) else target

@@ -18,7 +18,7 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -35,6 +35,8 @@ from dcpstore.loading import load
 from dcpstore.optimizer.layout import (
     Entry,
     Path,
+    Target,
+    Targets,
     find_entries,
     is_tensor,
     listed,
@@ -56,70 +58,6 @@ from dcpstore.read.sharing import SharePolicy
 from dcpstore.report import LoadResult, ProgressCallback
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """Entries of one optimizer.
-
-    Attributes:
-        state: By the parameter's saved name, and the path in its state: ``("exp_avg",)``.
-        groups: By the number of the group, and the path in it: ``("lr",)``, ``("params",)``.
-        options: By the parameter's saved name, and the path, in the form that was flattened.
-        whole_groups: The entry that holds all groups in one value, as torch up to 2.3 saved
-            them; None in all other forms.
-        others: Entries that belong to none of these.
-    """
-
-    state: Mapping[str, Mapping[Path, Entry]]
-    groups: Mapping[int, Mapping[Path, Entry]]
-    options: Mapping[str, Mapping[Path, Entry]]
-    whole_groups: Entry | None
-    others: Sequence[Entry]
-
-    @staticmethod
-    def of(entries: Iterable[Entry], names: Collection[str]) -> SavedState:
-        """Sort the entries of one optimizer.
-
-        Args:
-            entries: As `find_entries` returned them.
-            names: Names of parameters, to tell a parameter ``0.weight`` from group 0.
-        """
-        state: dict[str, dict[Path, Entry]] = defaultdict(dict)
-        groups: dict[int, dict[Path, Entry]] = defaultdict(dict)
-        options: dict[str, dict[Path, Entry]] = defaultdict(dict)
-        whole_groups = None
-        others = []
-        for entry in entries:
-            rest = entry.below
-            if entry.owner is not None:
-                inner = rest[2:] if len(rest) > 2 else (entry.name,)
-                state[entry.owner][inner] = entry
-            elif not entry.is_in_group:
-                others.append(entry)
-            elif not entry.name:
-                whole_groups = entry
-            elif len(rest) > 2:
-                groups[int(rest[1])][rest[2:]] = entry
-            else:
-                owner = str(rest[-1]).partition(".")[2].removesuffix(f".{entry.name}")
-                if owner.isdecimal() and owner not in names:
-                    groups[int(owner)][entry.name,] = entry
-                else:
-                    options[owner][entry.name,] = entry
-        return SavedState(state, groups, options, whole_groups, others)
-
-    @property
-    def is_numbered(self) -> bool:
-        """Whether parameters are saved by number, as a plain ``optimizer.state_dict()`` does."""
-        return bool(self.state) and all(name.isdecimal() for name in self.state)
-
-    def hyperparameters(self) -> Iterable[Entry]:
-        """Yield all entries of groups."""
-        for one in (*self.groups.values(), *self.options.values()):
-            yield from one.values()
-        if self.whole_groups is not None:
-            yield self.whole_groups
-
-
 def stored_names(names: Mapping[str, Sequence[str]], rename: Rename | None) -> dict[str, list[str]]:
     """Return the names under which each parameter may be saved, the likeliest first.
 
@@ -131,10 +69,9 @@ def stored_names(names: Mapping[str, Sequence[str]], rename: Rename | None) -> d
         ConfigError: If two parameters would have one name.
     """
     rules = KeyRules(rename=rename)
-    first = rules.stored_names(list(names))
-    found = {}
-    for fqn, aliases in names.items():
-        found[fqn] = [first[fqn], *(rules.stored_name(alias) for alias in aliases)]
+    found = {
+        fqn: [rules.stored_name(name) for name in (fqn, *aliases)] for fqn, aliases in names.items()
+    }
     owners: dict[str, str] = {}
     for fqn, stored in found.items():
         for name in stored:
@@ -212,25 +149,28 @@ class SavedOptions:
     """Hyperparameters by the saved name of a parameter.
 
     Args:
-        saved: Entries.
+        saved: Entries of parameter groups.
         values: What was loaded, by key of the checkpoint.
     """
 
-    def __init__(self, saved: SavedState, values: Mapping[str, Any]) -> None:
+    def __init__(self, saved: Iterable[Entry], values: Mapping[str, Any]) -> None:
         self._by_name: dict[str, Mapping[str, Any]] = {}
-        groups: list[Mapping[str, Any]] = [
-            nest({path: values[entry.fqn] for path, entry in entries.items()})
-            for entries in saved.groups.values()
-        ]
-        if saved.whole_groups is not None:
-            groups += values[saved.whole_groups.fqn]
+        groups: list[Mapping[str, Any]] = []
+        parts: dict[int | str, dict[Path, Any]] = defaultdict(dict)
+        for entry in saved:
+            if entry.group is None:
+                groups += values[entry.fqn]
+            else:
+                parts[entry.group][entry.inner] = values[entry.fqn]
+        for number, paths in parts.items():
+            if isinstance(number, str):
+                self._by_name[number] = nest(paths)
+            else:
+                groups.append(nest(paths))
         for group in groups:
             options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
             for name in group.get("params", ()):
                 self._by_name[str(name)] = options
-        for owner, entries in saved.options.items():
-            paths: dict[Path, Any] = {path: values[entry.fqn] for path, entry in entries.items()}
-            self._by_name[owner] = nest(paths)
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
@@ -309,21 +249,6 @@ def _like(own: Any, saved: Any) -> Any:
     return saved
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a saved entry of a parameter goes.
-
-    Attributes:
-        entry: Saved.
-        path: In the parameter's state.
-        value: The tensor to fill; None for a value.
-    """
-
-    entry: Entry
-    path: Path
-    value: Any
-
-
 class Restoring:
     """What is known of a restore on its way. Made, and called, by all ranks.
 
@@ -348,10 +273,12 @@ class Restoring:
         )
         lacks_state = any(one.is_trainable and not one.state for one in self._params.values())
         self._expected = self._probe(self._groups) if lacks_state else ExpectedState({}, ())
-        self._places: dict[str, list[_Place]] = {}
+        self._fitted: dict[str, list[Entry]] = {}
         self._stored: dict[str, str] = {}
-        self._wanted: dict[str, Any] = {}
-        self._saved: SavedState
+        self._targets = Targets()
+        self._saved: dict[str, list[Entry]] = defaultdict(list)  # state by the parameter's name
+        self._saved_options: list[Entry] = []
+        self._entries: list[Entry] = []
 
     def _probe(self, groups: Sequence[LiveGroup]) -> ExpectedState:
         return ExpectedState.of(groups, is_flat=self._live.is_fsdp1)
@@ -366,35 +293,39 @@ class Restoring:
             IncompatibleError: If it is of another kind, or its state of other shapes.
         """
         names = {name for stored in self._names.values() for name in stored}
-        entries = find_entries(metadata, self._key, names)
-        self._saved = SavedState.of(entries, names)
-        options = {entry.name for entry in self._saved.hyperparameters() if entry.name}
+        self._entries = find_entries(metadata, self._key, names)
+        for entry in self._entries:
+            if entry.owner is not None:
+                self._saved[entry.owner].append(entry)
+            elif entry.is_in_group:
+                self._saved_options.append(entry)
+        options = {entry.name for entry in self._saved_options if entry.name}
         for optimizer in self._live.optimizers:
             check_options(optimizer, options)
-        if self._saved.is_numbered and not names & self._saved.state.keys():
+        is_numbered = all(name.isdecimal() for name in self._saved)  # a plain state_dict() does
+        if self._saved and is_numbered and not names & self._saved.keys():
             self._names = {fqn: [str(number)] for number, fqn in enumerate(self._params)}
         problems: list[str] = []
         for fqn, param in self._params.items():
             if self._live.is_fsdp1 and not param.is_trainable:
                 continue  # torch drops it on the way to FSDP1's flat parameters; it is reported
-            stored = next((one for one in self._names[fqn] if one in self._saved.state), None)
+            stored = next((one for one in self._names[fqn] if one in self._saved), None)
             if stored is not None:
                 self._stored[fqn] = stored
                 self._check_state_names(fqn, stored)
-                self._places[fqn] = self._place(param, self._saved.state[stored], problems)
+                self._fitted[fqn] = self._fit(param, self._saved[stored], problems)
         if problems:
             raise other_shapes(problems)
-        for entry in self._saved.hyperparameters():
+        for entry in self._saved_options:
             tensor = entry.tensor
-            self._wanted[entry.fqn] = None
-            if tensor is not None:
-                self._wanted[entry.fqn] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        return self._wanted
+            target = None if tensor is None else make_target(tensor, None, entry.name)
+            self._targets.want(entry, target)
+        return self._targets.wanted
 
     def _check_state_names(self, fqn: str, stored: str) -> None:
         own = self._expected.of_param(self._params[fqn])
         has = {str(name) for name in own} - {"step"}
-        saved = {str(path[0]) for path in self._saved.state[stored]} - {"step"}
+        saved = {entry.name for entry in self._saved[stored]} - {"step"}
         if has and saved and not has & saved:
             kinds = listed(self._kinds())
             raise IncompatibleError(
@@ -403,14 +334,13 @@ class Restoring:
                 " loaded. Make the optimizer that was saved, or begin with a new one"
             )
 
-    def _place(
-        self, param: LiveParam, entries: Mapping[Path, Entry], problems: list[str]
-    ) -> list[_Place]:
-        places = []
-        for path, entry in entries.items():
-            value = None
+    def _fit(self, param: LiveParam, entries: Iterable[Entry], problems: list[str]) -> list[Entry]:
+        """Want the entries of a parameter's state that have its shapes; return these."""
+        fitted = []
+        for entry in entries:
+            target = None
             if entry.tensor is not None:
-                like = at_path(self._expected.of_param(param), path)
+                like = at_path(self._expected.of_param(param), entry.inner)
                 sizes = self._sizes(param, like)
                 saved = tuple(entry.tensor.size)
                 is_number = not saved and self._live.is_fsdp1
@@ -419,28 +349,20 @@ class Restoring:
                         f"{entry.fqn!r} is saved with shape {saved}, here it has {sizes}"
                     )
                     continue
-                value = self._allocate(param, entry, like)
-            else:
-                self._wanted[entry.fqn] = None
-            places.append(_Place(entry, path, value))
-        return places
+                if is_tensor(like) and not self._live.is_fsdp1 and tuple(like.size()) == saved:
+                    value = like if param.state else _real(like, param.value)
+                    target = Target(value, value)
+                else:
+                    target = make_target(entry.tensor, param.value, entry.name)
+            self._targets.want(entry, target)
+            fitted.append(entry)
+        return fitted
 
     def _sizes(self, param: LiveParam, like: Any) -> tuple[int, ...] | None:
         """Return the shape that a state must have; None if any will do."""
         if self._live.is_fsdp1:  # keeps nothing but numbers and the parameter's shape
             return tuple(param.value.size())
         return tuple(like.size()) if is_tensor(like) else None
-
-    def _allocate(self, param: LiveParam, entry: Entry, like: Any) -> Any:
-        assert entry.tensor is not None
-        if is_tensor(like) and not self._live.is_fsdp1 and tuple(like.size()) == entry.tensor.size:
-            value = like if param.state else _real(like, param.value)
-            self._wanted[entry.fqn] = value
-            return value
-        target = make_target(entry.tensor, param.value, entry.name)
-        if target.loaded is not None:
-            self._wanted[entry.fqn] = target.loaded
-        return target.returned
 
     # --- when it is read ---
 
@@ -451,10 +373,10 @@ class Restoring:
             IncompatibleError: If a parameter is unknown to the checkpoint, or groups or state
                 do not fit.
         """
-        options = SavedOptions(self._saved, self._wanted)
+        options = SavedOptions(self._saved_options, self._targets.wanted)
         unknown = self._unknown(options)
         groups = [with_saved_options(group, self._stored, options) for group in self._groups]
-        state = {fqn: self._state(fqn) for fqn in self._places}
+        state = {fqn: self._state(fqn) for fqn in self._fitted}
         for fqn in unknown:
             if self._params[fqn].state:
                 state[fqn] = dict(self._params[fqn].state)
@@ -473,7 +395,7 @@ class Restoring:
                 unknown.append(fqn)
         refused = [fqn for fqn in unknown if is_strict(self._strict, fqn)]
         if refused:
-            unused = sorted(self._saved.state.keys() - set(self._stored.values()))
+            unused = sorted(self._saved.keys() - set(self._stored.values()))
             also = f"; it has state of {listed(unused)}, which the model lacks" if unused else ""
             raise IncompatibleError(
                 f"the saved optimizer knows nothing of {listed(refused)}{also}. Pass rename= if"
@@ -482,10 +404,7 @@ class Restoring:
         return unknown
 
     def _state(self, fqn: str) -> dict[Any, Any]:
-        values = {
-            place.path: self._wanted[place.entry.fqn] if place.value is None else place.value
-            for place in self._places[fqn]
-        }
+        values = {entry.inner: self._targets.value(entry) for entry in self._fitted[fqn]}
         return nest(values, self._expected.of_param(self._params[fqn]))
 
     def _missing(
@@ -501,7 +420,7 @@ class Restoring:
         expected = self._probe(groups)
         for fqn in trainable:
             lacking = _names(expected.states.get(fqn)) - _names(state.get(fqn))
-            if lacking and fqn in self._places:
+            if lacking and fqn in self._fitted:
                 raise IncompatibleError(
                     f"the checkpoint has no {listed(sorted(lacking))} of {self._stored[fqn]!r},"
                     f" which {listed(self._kinds())} needs beside what was saved"
@@ -521,9 +440,8 @@ class Restoring:
         return sorted({type(one).__name__ for one in self._live.optimizers})
 
     def _unconsumed(self) -> set[str]:
-        own = {entry.fqn for one in self._saved.state.values() for entry in one.values()}
-        used = {place.entry.fqn for places in self._places.values() for place in places}
-        return (own - used) | {entry.fqn for entry in self._saved.others}
+        used = {entry.fqn for entries in self._fitted.values() for entry in entries}
+        return {entry.fqn for entry in self._entries if not entry.is_in_group} - used
 
 
 def _names(state: Mapping[Any, Any] | None) -> set[str]:

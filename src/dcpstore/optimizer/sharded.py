@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -27,9 +26,8 @@ from dcpstore.optimizer.layout import (
     Entry,
     Owner,
     Parameters,
-    Target,
+    Targets,
     find_entries,
-    has_elements,
     make_target,
     other_shapes,
     paths_of,
@@ -101,9 +99,6 @@ def _saved_parameters(
     return found
 
 
-_VALUE = "not loaded yet"  # anything that is no tensor, so that planners plan a value
-
-
 class _ShardedLoad:
     """One load of an optimizer's state. Made, and called, by all ranks.
 
@@ -120,8 +115,7 @@ class _ShardedLoad:
         self._owners: Mapping[str, Owner] = {}
         self._entries: list[Entry] = []
         self._unused: list[str] = []
-        self._targets: dict[str, Target] = {}
-        self._wanted: dict[str, Any] = {}
+        self._targets = Targets()
 
     def make_state(self, metadata: Metadata) -> dict[str, Any]:
         """Return what to load, by keys of the checkpoint; memory is allocated here."""
@@ -132,33 +126,21 @@ class _ShardedLoad:
         check_shapes(metadata, entries, self._owners)
         device = self._parameters.common_device
         for entry in entries:
-            if entry.owner is None or entry.owner in self._owners:
-                self._entries.append(entry)
-                self._want(entry, device)
-            else:
+            owner = self._owners.get(entry.owner or "")
+            if entry.owner is not None and owner is None:
                 self._unused.append(entry.fqn)
-        return self._wanted
-
-    def _want(self, entry: Entry, device: torch.device) -> None:
-        if entry.tensor is None:
-            self._wanted[entry.fqn] = _VALUE
-            return
-        owner = self._owners.get(entry.owner or "")
-        like = None if owner is None else owner.tensor
-        target = make_target(entry.tensor, like, entry.name, device)
-        self._targets[entry.fqn] = target
-        if target.loaded is not None:
-            self._wanted[entry.fqn] = target.loaded
+                continue
+            self._entries.append(entry)
+            target = None
+            if entry.tensor is not None:
+                like = None if owner is None else owner.tensor
+                target = make_target(entry.tensor, like, entry.name, device)
+            self._targets.want(entry, target)
+        return self._targets.wanted
 
     def finish(self, result: LoadResult) -> LoadedOptimizerState:
         """Return what was loaded, and what the load did, told of this optimizer alone."""
-        # A planner may leave keys out, whose memory has no values. One that is not ours plans
-        # nothing for a key of which this rank holds no element.
-        skipped = {
-            fqn
-            for fqn in self._wanted.keys() - set(result.loaded)
-            if fqn not in self._targets or has_elements(self._targets[fqn].loaded)
-        }
+        skipped = self._targets.left_out(result.loaded)
         without_state = self._parameters.without_state(self._owners.values())
         told = replace(
             result,
@@ -176,7 +158,7 @@ class _ShardedLoad:
         state: dict[str, Any] = {}
         for entry in self._entries:
             if entry.fqn not in skipped:
-                set_element(state, entry.path, self._value(entry))
+                set_element(state, entry.path, self._targets.value(entry))
         optimizer = _element(state, self._key)
         if optimizer is not None and "param_groups" in optimizer:
             saved = optimizer.setdefault("state", {})
@@ -184,12 +166,6 @@ class _ShardedLoad:
                 if owner.number is not None and key in saved:
                     saved[owner.number] = saved.pop(key)
         return state
-
-    def _value(self, entry: Entry) -> Any:
-        target = self._targets.get(entry.fqn)
-        if target is not None and target.returned is not target.loaded:
-            return target.returned
-        return self._wanted[entry.fqn]
 
 
 def _element(state: dict[str, Any], key: str) -> Any:

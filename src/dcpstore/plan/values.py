@@ -60,7 +60,9 @@ def check_all(state_dict: Mapping[str, Any], *, allow_pickle: bool) -> None:
             reason = unsaveable_reason(value)
             if reason is not None:
                 problems.append(f"{name!r} is {reason}")
-        elif not (allow_pickle or _has_hooks(value) or opens_as_saved(value)):
+        elif hasattr(value, "__create_write_items__"):
+            continue  # it plans its own items, as DCP's protocol allows
+        elif not (allow_pickle or opens_as_saved(value)):
             try:
                 check_value(value)
             except UnsupportedValueError as error:
@@ -70,11 +72,6 @@ def check_all(state_dict: Mapping[str, Any], *, allow_pickle: bool) -> None:
             "the state dict holds what a load could not give back; nothing was written:"
             + indented(problems)
         )
-
-
-def _has_hooks(value: object) -> bool:
-    """Tell whether a value plans its own items, as DCP's protocol allows."""
-    return hasattr(value, "__create_write_items__")
 
 
 def _refusal(name: str, error: UnsupportedValueError) -> str:
