@@ -1,4 +1,4 @@
-"""The knobs of the writer and the reader, each with its unit and the reason for its default."""
+"""The settings of the writer and the reader, each with its unit and the reason for its default."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ ProgressCallback: TypeAlias = Callable[[Progress], None]
 
 
 class Meter:
-    """Counts bytes and tells whoever listens. Thread-safe.
+    """Counts bytes and calls a listener. Thread-safe.
 
     Args:
         action: For `Progress`.

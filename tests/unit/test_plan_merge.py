@@ -143,6 +143,15 @@ def test_another_size_dtype_or_kind_names_key_and_ranks() -> None:
     assert "a value on rank 1" in text
 
 
+def test_a_key_of_many_items_is_named_once_if_ranks_describe_it_differently() -> None:
+    def items(height: int) -> list[WriteItem]:
+        return [shard("w", (row,), (1,), (height,)) for row in range(40)]
+
+    with pytest.raises(PlanError) as caught:
+        merge(items(40), items(41))
+    assert len(caught.value.problems) == 1
+
+
 def test_a_chunk_outside_its_tensor_names_chunk_and_rank() -> None:
     ok = shard("w", (0, 0), (4, 4), (8, 4))
     kind, _, ranks, text = problem_of([ok], [shard("w", (4, 0), (5, 4), (8, 4))])

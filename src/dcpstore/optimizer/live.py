@@ -408,7 +408,7 @@ class ExpectedState:
         return param.state or self.states.get(param.fqn, {})
 
     def has_state(self, fqn: str) -> bool:
-        """Tell whether a parameter would get state; of one that cannot be told it is assumed."""
+        """Tell whether a parameter would get state; assumed where its optimizer cannot say."""
         return bool(self.states.get(fqn)) or fqn in self.unasked
 
 

@@ -457,8 +457,8 @@ def _real(like: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
     """Return an optimizer's state by parameter names, to be saved. All ranks; collective.
 
-    It has the form of torch's ``get_optimizer_state_dict``, so whoever reads that reads this.
-    Unlike torch's it is a pure look: an optimizer that has not stepped yet is saved without
+    It has the form of torch's ``get_optimizer_state_dict``, so code that reads that reads this.
+    Unlike torch's it changes nothing: an optimizer that has not stepped yet is saved without
     state, where torch takes a step to make it some.
 
     ::

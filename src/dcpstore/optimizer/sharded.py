@@ -139,15 +139,15 @@ class _ShardedLoad:
         return self._targets.wanted
 
     def finish(self, result: LoadResult) -> LoadedOptimizerState:
-        """Return what was loaded, and what the load did, told of this optimizer alone."""
+        """Return what was loaded, and what the load did for this optimizer alone."""
         skipped = self._targets.left_out(result.loaded)
         without_state = self._parameters.without_state(self._owners.values())
-        told = replace(
+        own = replace(
             result,
             missing=(*result.missing, *(state_key(self._key, name) for name in without_state)),
             unexpected=tuple(sorted({*self._unused, *skipped})),
         )
-        return LoadedOptimizerState(self._nested(skipped), told)
+        return LoadedOptimizerState(self._nested(skipped), own)
 
     def _nested(self, skipped: Collection[str]) -> dict[str, Any]:
         """Return the state dict as it was saved, of what was loaded.

@@ -23,7 +23,7 @@ class Merged(Protocol):
 
     @property
     def decisions(self) -> Sequence[Any]:
-        """What each rank is told."""
+        """The answer to each rank."""
 
 
 T = TypeVar("T", bound=Merged)

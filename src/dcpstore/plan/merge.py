@@ -116,7 +116,7 @@ class Problem:
         kind: What rule was broken.
         fqn: The key it is about.
         ranks: Ranks that planned it, ascending; the first few of them where they are many.
-        text: The whole story, key and ranks included.
+        text: What is wrong, key and ranks included.
     """
 
     kind: ProblemKind
@@ -156,7 +156,7 @@ class _Stage(IntEnum):
 
 
 class Inspector:
-    """Collects the problems of one merge; each ``check_`` says whether it found none.
+    """Collects the problems of one merge; ``check_`` methods say whether they found none.
 
     Args:
         boxes: All boxes.
@@ -182,18 +182,18 @@ class Inspector:
     def check_keys(self) -> bool:
         """Look for keys that ranks describe differently."""
         conflicts = self._table.conflicts
-        return self._add(_Stage.KEYS, conflicts, lambda c: self._conflict(c.key, c.row, c.run))
+        return self._add(_Stage.KEYS, conflicts, lambda place: self._conflict(*place))
 
     def check_bounds(self, piece: Piece) -> bool:
         """Look for chunks outside their tensors."""
 
-        def tell(item: int) -> Problem:
+        def describe(item: int) -> Problem:
             row, rank = self._row(piece, item), int(piece.rank[item])
             text = f"{row.fqn!r} of size {row.size}: rank {rank} plans {self._chunk(piece, item)}"
             return Problem("bounds", row.fqn, (rank,), f"{text}, which lies outside")
 
         bad = out_of_bounds(piece, self._boxes, self._table)
-        return self._add(_Stage.BOUNDS, bad.tolist(), tell)
+        return self._add(_Stage.BOUNDS, bad.tolist(), describe)
 
     def check_copies(self, chunks: Chunks) -> bool:
         """Look at the copies of each chunk: one per rank, and all of one size."""
@@ -230,11 +230,11 @@ class Inspector:
         result: Ints = differs & ~self._table.is_value[items.key[one]]
         return result
 
-    def check_chunks(self, chunks: Chunks, *, require_full: bool) -> bool:
+    def check_chunks(self, chunks: Chunks, *, require_full: bool) -> None:
         """Look for chunks that overlap, and for tensors that they do not fill."""
-        overlapping, is_fine = self._check_overlaps(chunks)
+        overlapping = self._check_overlaps(chunks)
         if not require_full or not len(chunks.first):
-            return is_fine
+            return
         table = self._table
         first = np.flatnonzero(np.diff(chunks.copy.key, prepend=-1))
         key = chunks.copy.key[first]
@@ -242,23 +242,23 @@ class Inspector:
         needed = table.rows_bound[key] * np.where(table.is_value[key], 0, table.inner[key])
         gaps = np.flatnonzero((held != needed) & ~table.is_value[key])
         ends = np.append(first[1:], len(chunks.first))
-        return is_fine & self._add(
+        self._add(
             _Stage.CHUNKS,
             [at for at in gaps.tolist() if int(key[at]) not in overlapping],
             lambda at: self._gap(chunks, slice(int(first[at]), int(ends[at])), int(held[at])),
         )
 
-    def _check_overlaps(self, chunks: Chunks) -> tuple[set[int], bool]:
-        """Return the keys whose chunks overlap, having told of them; and whether none do."""
+    def _check_overlaps(self, chunks: Chunks) -> set[int]:
+        """Note the chunks that overlap, and return their keys."""
         chunk = self._uncut(chunks)
         if not len(chunk):
-            return set(), True
+            return set()
         copy = chunks.copy
         starts, ends = self._extents(copy.take(chunk))
         pairs = chunk[find_overlaps(copy.key[chunk], starts, ends, max_found=MAX_SHOWN)]
         pairs = np.take_along_axis(pairs, np.argsort(copy.at[pairs], axis=1), axis=1)
-        is_fine = self._add(_Stage.CHUNKS, pairs.tolist(), lambda pair: self._overlap(copy, *pair))
-        return set(copy.key[pairs.ravel()].tolist()), is_fine
+        self._add(_Stage.CHUNKS, pairs.tolist(), lambda pair: self._overlap(copy, *pair))
+        return set(copy.key[pairs.ravel()].tolist())
 
     def _uncut(self, chunks: Chunks) -> Ints:
         """Return the chunks of keys that cuts between rows do not take apart, empty ones left out.
@@ -289,14 +289,16 @@ class Inspector:
         ends[boxed, dims] = offsets + sizes
         return starts, ends
 
-    # --- the stories ----------------------------------------------------------------
+    # --- descriptions ---------------------------------------------------------------
 
-    def _add(self, stage: _Stage, found: Iterable[object], tell: Callable[..., Problem]) -> bool:
+    def _add(
+        self, stage: _Stage, found: Iterable[object], describe: Callable[..., Problem]
+    ) -> bool:
         problems, none_before = self._problems[stage], True
         for one in found:
             none_before = False
             if len(problems) < MAX_SHOWN:
-                problems.append(tell(one))
+                problems.append(describe(one))
             else:
                 self._num_more[stage] += 1
         return none_before
@@ -317,15 +319,16 @@ class Inspector:
         start, length = int(items.start[item]), int(items.length[item])
         return f"a chunk of sizes {(length, *sizes)} at {(start, *offsets)}"
 
-    def _conflict(self, key: int, row: KeyRow, run: int) -> Problem:
+    def _conflict(self, key: int, run: int) -> Problem:
         table, known = self._table, self._table.rows[key]
+        row = table.conflicts[key, run]
         others = table.ranks_with_run(run)
         firsts = [
             rank
             for number, one in enumerate(table.runs)
             if number != run and key in one
             for rank in table.ranks_with_run(number)
-            if not any(c.key == key and c.run == number for c in table.conflicts)
+            if (key, number) not in table.conflicts
         ]
         text = (
             f"{row.fqn!r} is {_describe(known)} on {list_ranks(sorted(firsts))}"
@@ -341,13 +344,13 @@ class Inspector:
         return Problem("duplicate", row.fqn, (rank,), text)
 
     def _mismatch(self, items: Piece, copies: Ints) -> Problem:
-        stories: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for item in copies.tolist():
-            stories.setdefault(self._chunk(items, item), []).append(int(items.rank[item]))
-        told = [f"{chunk} on {list_ranks(ranks)}" for chunk, ranks in stories.items()]
+            ranks_of.setdefault(self._chunk(items, item), []).append(int(items.rank[item]))
+        sizes = [f"{chunk} on {list_ranks(ranks)}" for chunk, ranks in ranks_of.items()]
         row = self._row(items, int(copies[0]))
-        ranks = tuple(sorted(ranks[0] for ranks in stories.values()))
-        return Problem("conflict", row.fqn, ranks, f"{row.fqn!r}: {' but '.join(told[:4])}")
+        ranks = tuple(sorted(ranks[0] for ranks in ranks_of.values()))
+        return Problem("conflict", row.fqn, ranks, f"{row.fqn!r}: {' but '.join(sizes[:4])}")
 
     def _overlap(self, copy: Piece, one: int, other: int) -> Problem:
         ranks = [int(copy.rank[one]), int(copy.rank[other])]
@@ -601,7 +604,7 @@ def merge_save_plans(
 def _go_through(
     items: Items, table: KeyTable, writers: Writers, *, require_full: bool
 ) -> ChunkColumns:
-    """Check all items and tell the writers of their chunks."""
+    """Check all items, and give the writers their chunks."""
     inspector = Inspector(items.boxes, table)
     inspector.check_keys()
     inspector.raise_problems()

@@ -47,15 +47,6 @@ MAX_ELEMENTS = 2**61
 _NO_BOUND = 2**62
 
 
-@dataclass(frozen=True, slots=True)
-class KeyConflict:
-    """Two ranks describe one key differently."""
-
-    key: int
-    row: KeyRow
-    run: int
-
-
 class KeyTable:
     """The keys of all ranks, in the order of their first appearance.
 
@@ -69,7 +60,7 @@ class KeyTable:
         paths: The joined flattening map; None if no rank keeps one.
         runs: Of each distinct run of rows, the key of each item, by position in ``rows``.
         runs_of: Per rank, the positions of its runs.
-        conflicts: Rows that contradict ``rows``.
+        conflicts: Rows that contradict ``rows``, by key and run.
         rows_bound: Per key, rows of the tensor (1 for 0-d ones; no bound for values).
         inner: Per key, elements in one row.
         inner_sizes: Per key, the sizes after the first dimension, padded with 1.
@@ -88,7 +79,7 @@ class KeyTable:
         self.paths: dict[str, Path] | None = None
         self.runs: list[Ints] = []
         self.runs_of: list[tuple[int, ...]] = []
-        self.conflicts: list[KeyConflict] = []
+        self.conflicts: dict[tuple[int, int], KeyRow] = {}
         self._join(plans)
         rows = self.rows
         self.is_value: Ints = np.array([row.is_value for row in rows], bool)
@@ -130,7 +121,7 @@ class KeyTable:
             _check_size(row)
             self.rows.append(row)
         elif not _agree(row, self.rows[known]):
-            self.conflicts.append(KeyConflict(known, row, len(self.runs)))
+            self.conflicts[known, len(self.runs)] = row
         return known
 
 

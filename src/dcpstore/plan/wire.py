@@ -69,7 +69,7 @@ _FIXED = struct.Struct("<8sBI")
 _CUT_EVERY = 128  # rows, on average: a head of about ten names for a thousand keys
 _MIN_ROWS = 16  # before a new first word of the key cuts as well
 _MAX_ROWS = 1024
-_NUM_COLUMNS = struct.Struct("<B")
+_NUM_COLUMNS = 4
 _COLUMN = struct.Struct("<BI")  # width code, elements
 _DTYPES = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8"))
 _BOUNDS = (2**8, 2**16, 2**31, 2**63)
@@ -268,8 +268,16 @@ def pack_columns(columns: SaveColumns, rows: Sequence[KeyRow], flags: int = 0) -
 
 
 def encode_columns(columns: SaveColumns) -> bytes:
-    """Turn columns into bytes; equal columns into equal ones."""
-    return pack_ints(columns.start, columns.length, columns.box, columns.boxes.ravel())
+    """Turn columns into bytes, each as narrow as it goes; equal columns into equal bytes."""
+    heads, raws = [], []
+    for column in (columns.start, columns.length, columns.box, columns.boxes):
+        code = 0
+        if column.size:
+            low, high = int(column.min()), int(column.max())
+            code = 3 if low < 0 else next(c for c, bound in enumerate(_BOUNDS) if high < bound)
+        heads.append(_COLUMN.pack(code, column.size))
+        raws.append(column.astype(_DTYPES[code]).tobytes())
+    return zlib.compress(b"".join([*heads, *raws]), 1)
 
 
 def decode_columns(data: bytes, num_items: int) -> SaveColumns:
@@ -279,48 +287,20 @@ def decode_columns(data: bytes, num_items: int) -> SaveColumns:
         CorruptError: If these are not the bytes of the columns of so many items.
     """
     try:
-        start, length, box, boxes = unpack_ints(data)
-        if not len(start) == len(length) == len(box) == num_items:
-            raise ValueError(f"{len(start)} items, the head says {num_items}")
+        raw = zlib.decompress(data)
+        at = _NUM_COLUMNS * _COLUMN.size
+        found = []
+        for code, count in _COLUMN.iter_unpack(raw[:at]):
+            found.append(np.frombuffer(raw, _DTYPES[code], count, at))
+            at += found[-1].nbytes
+        start, length, box, boxes = found
+        if at != len(raw) or not len(start) == len(length) == len(box) == num_items:
+            raise ValueError(f"{at} of {len(raw)} bytes hold {len(start)} of {num_items} items")
         num_boxes = int(box.max(initial=0))
         shape = (num_boxes, 2, len(boxes) // (2 * num_boxes) if num_boxes else 0)
         return SaveColumns(start, length, box, boxes.reshape(shape))
-    except ValueError as error:
-        raise CorruptError(f"a packed plan's columns are damaged: {error}") from error
-
-
-def pack_ints(*columns: Ints) -> bytes:
-    """Pack columns of integers, each as narrow as it goes."""
-    heads, raws = [_NUM_COLUMNS.pack(len(columns))], []
-    for column in columns:
-        code = 0
-        if len(column):
-            low, high = int(column.min()), int(column.max())
-            code = 3 if low < 0 else next(c for c, bound in enumerate(_BOUNDS) if high < bound)
-        heads.append(_COLUMN.pack(code, len(column)))
-        raws.append(column.astype(_DTYPES[code]).tobytes())
-    return zlib.compress(b"".join([*heads, *raws]), 1)
-
-
-def unpack_ints(data: bytes) -> list[Ints]:
-    """Return the columns that `pack_ints` packed, as views of one buffer.
-
-    Raises:
-        CorruptError: If these are not the bytes of such columns.
-    """
-    try:
-        raw = zlib.decompress(data)
-        (count,) = _NUM_COLUMNS.unpack_from(raw)
-        at = _NUM_COLUMNS.size + count * _COLUMN.size
-        found = []
-        for code, length in _COLUMN.iter_unpack(raw[_NUM_COLUMNS.size : at]):
-            found.append(np.frombuffer(raw, _DTYPES[code], length, at))
-            at += found[-1].nbytes
-        if at != len(raw):
-            raise ValueError(f"{len(raw)} bytes, expected {at}")
     except (zlib.error, struct.error, ValueError, IndexError) as error:
         raise CorruptError(f"a packed plan's columns are damaged: {error!r}") from error
-    return found
 
 
 T = TypeVar("T")
