@@ -171,6 +171,15 @@ def test_overlapping_chunks_are_named_with_their_ranks() -> None:
     assert "sizes (5,) at (3,) (rank 1)" in text
 
 
+def test_an_overlap_behind_2_31_rows_is_found_where_the_volume_is_right() -> None:
+    size, third = (3 << 30,), 1 << 30
+    kind, _, _, text = problem_of(
+        [shard("w", (0,), (third,), size), shard("w", (third,), (5 * third // 4,), size)],
+        [shard("w", (7 * third // 4,), (3 * third // 4,), size)],
+    )
+    assert kind == "overlap", text
+
+
 def test_a_gap_tells_how_much_is_missing() -> None:
     kind, _, ranks, text = problem_of(
         [shard("w", (0, 0), (4, 2), (8, 2))], [shard("w", (5, 0), (3, 2), (8, 2))]

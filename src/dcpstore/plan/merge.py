@@ -266,7 +266,7 @@ class Inspector:
         None where tensors are sharded by rows: chunks come in the order of their rows.
         """
         copy = chunks.copy
-        end = copy.start + copy.length
+        end = copy.start + copy.length.astype(np.int64)  # of two that may have 32 bits
         meets = (copy.start[1:] < end[:-1]) & (copy.key[1:] == copy.key[:-1])
         if not meets.any():
             return np.empty(0, np.int64)
