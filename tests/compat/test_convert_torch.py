@@ -611,6 +611,12 @@ def test_a_budget_that_is_too_small_is_an_error(
         convert(tmp_path / "a", tmp_path / "b", budget_bytes=1000)
 
 
+@pytest.mark.parametrize("name", dcpstore.convert.__all__[1:])
+def test_a_keyword_that_no_converter_has_is_an_error(name: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'key'"):
+        getattr(dcpstore.convert, name)(tmp_path / "a", tmp_path / "b", key=["w"])
+
+
 @pytest.mark.campaign
 def test_three_gibibytes_convert_within_budget_and_largest_tensor(tmp_path: Path) -> None:
     from benchmarks.convert import CONVERSIONS, measure, prepare

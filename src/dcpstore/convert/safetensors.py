@@ -31,23 +31,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
+from typing_extensions import Unpack
 
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.convert.dcp.sink import SinkEntry, casts_of, write_checkpoint
 from dcpstore.convert.dcp.source import Block, Content, open_source, plan_blocks, read_blocks
+from dcpstore.convert.options import Conversion, ConversionOptions
 from dcpstore.convert.output import (
     Outputs,
-    Shares,
     fetched_by_all,
     is_surely_unpublished,
     put_file,
-    share_budget,
 )
-from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
+from dcpstore.convert.selection import ConvertResult, Selection
 from dcpstore.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -57,9 +57,7 @@ from dcpstore.errors import (
 )
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.safetensors import FileHeader, FileLayout, file_dtype, plan_file
-from dcpstore.plan.rules import Rename
 from dcpstore.ranks import RankGroup, steps
-from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import Checkpoint
 from dcpstore.read.discovery import Discovered
 from dcpstore.read.safetensors import (
@@ -70,7 +68,7 @@ from dcpstore.read.safetensors import (
     read_headers,
     read_index,
 )
-from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
+from dcpstore.report import Meter, Phases
 from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder, file_location
 from dcpstore.write.commit import Proof, sweep
@@ -444,58 +442,50 @@ class FilesJob:
 
     Args:
         group: The ranks.
+        conversion: The options.
         checkpoint: The source, open on every rank.
         folder: The target.
-        shares: Of the memory.
         meter: Counts the bytes handed to the store.
-        overwrite: Replace what lies there.
     """
 
     _group: RankGroup
+    _conversion: Conversion
     _checkpoint: Checkpoint
     _folder: Folder
-    _shares: Shares
     _meter: Meter
-    _overwrite: bool
     _phases: Phases = field(default_factory=Phases)
     _written: Mapping[str, int] = field(default_factory=dict)
 
     def run(
-        self,
-        selection: Selection,
-        max_shard_bytes: int,
-        tied: Mapping[str, str],
-        values: Literal["skip", "error"],
+        self, max_shard_bytes: int, tied: Mapping[str, str], values: Literal["skip", "error"]
     ) -> ConvertResult:
         """Convert. All ranks; arguments and errors as for `dcp_to_safetensors`."""
         with self._phases.phase("plan"):
-            choice, plan = self._plan(selection, max_shard_bytes, tied, values)
+            choice, plan = self._plan(max_shard_bytes, tied, values)
             store = self._folder.open()
             replaced = steps.broadcast(
                 self._group,
                 "look at the target",
-                lambda: prepare_folder(store, plan, overwrite=self._overwrite),
+                lambda: prepare_folder(store, plan, overwrite=self._conversion.overwrite),
             )
         with self._phases.phase("write"):
             try:
                 self._write(store, plan, replaced)
             except BaseException as error:
-                if not self._overwrite and is_surely_unpublished(error, self._group, _STEP_PUBLISH):
+                if not self._conversion.overwrite and is_surely_unpublished(
+                    error, self._group, _STEP_PUBLISH
+                ):
                     sweep(store, self._written, Proof.NOT_BEGUN, why="this failed conversion")
                 raise
         return self._result(choice, plan)
 
     def _plan(
-        self,
-        selection: Selection,
-        max_shard_bytes: int,
-        tied: Mapping[str, str],
-        values: Literal["skip", "error"],
+        self, max_shard_bytes: int, tied: Mapping[str, str], values: Literal["skip", "error"]
     ) -> tuple[Choice, FolderPlan]:
         """Plan the files; the same on all ranks."""
 
         def plan() -> tuple[Choice, FolderPlan]:
-            choice = choose_tensors(self._checkpoint, selection, tied, values)
+            choice = choose_tensors(self._checkpoint, self._conversion.selection, tied, values)
             return choice, plan_folder(choice.tensors, max_shard_bytes, choice.about)
 
         choice, folder_plan = steps.each(self._group, "plan the files", plan)
@@ -504,7 +494,9 @@ class FilesJob:
         steps.broadcast(
             self._group,
             "compare tied tensors",
-            lambda: compare_tied(self._checkpoint, named, dtypes, self._shares.block_bytes),
+            lambda: compare_tied(
+                self._checkpoint, named, dtypes, self._conversion.shares.block_bytes
+            ),
         )
         return choice, folder_plan
 
@@ -514,7 +506,7 @@ class FilesJob:
         steps.broadcast(
             self._group,
             _STEP_PUBLISH,
-            lambda: finish_folder(store, plan, replaced, overwrite=self._overwrite),
+            lambda: finish_folder(store, plan, replaced, overwrite=self._conversion.overwrite),
         )
 
     def _write_files(self, store: Store, files: Sequence[FilePlan]) -> None:
@@ -523,9 +515,9 @@ class FilesJob:
         self._meter.expect(sum(file.layout.size_bytes for file in files))
         outputs = Outputs(
             store,
-            budget_bytes=self._shares.output_bytes,
+            budget_bytes=self._conversion.shares.output_bytes,
             largest_bytes=max(file.layout.size_bytes for file in files),
-            overwrite=self._overwrite,
+            overwrite=self._conversion.overwrite,
             meter=self._meter,
         )
         with outputs:
@@ -537,7 +529,7 @@ class FilesJob:
     def _fill(self, stream: ObjectStream, file: FilePlan) -> None:
         stream.write(file.layout.header)
         blocks = self._blocks(file)
-        with read_blocks(self._checkpoint, blocks, self._shares.block_bytes) as contents:
+        with read_blocks(self._checkpoint, blocks, self._conversion.shares.block_bytes) as contents:
             for _, content in contents:
                 assert isinstance(content, torch.Tensor)
                 stream.write_tensor(content)
@@ -552,7 +544,7 @@ class FilesJob:
         for placed in file.layout.tensors:
             tensor = file.tensors[placed.fqn]
             yield from plan_blocks(
-                self._checkpoint, tensor.fqn, tensor.dtype, self._shares.block_bytes
+                self._checkpoint, tensor.fqn, tensor.dtype, self._conversion.shares.block_bytes
             )
 
     def _result(self, choice: Choice, plan: FolderPlan) -> ConvertResult:
@@ -573,24 +565,14 @@ class FilesJob:
         )
 
 
-def dcp_to_safetensors(  # noqa: D417 - the rest are those of every converter
+def dcp_to_safetensors(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    keys: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Rename | None = None,
-    dtype: DtypeRule = None,
     max_shard_bytes: int = 5 * 10**9,
     tied: Mapping[str, str] | None = None,
     values: Literal["skip", "error"] = "skip",
-    source_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    budget_bytes: int = 256 << 20,
-    overwrite: bool = False,
-    process_group: Ranks = None,
-    deadline_s: float = 24 * 3600.0,
-    progress: ProgressCallback | bool | None = None,
+    **options: Unpack[ConversionOptions],
 ) -> ConvertResult:
     """Turn a checkpoint into a folder of safetensors files, as Hugging Face lays it out.
 
@@ -628,38 +610,25 @@ def dcp_to_safetensors(  # noqa: D417 - the rest are those of every converter
         ConfigError: If the arguments do not fit together or match no key.
         RankFailures: On every rank of several, if any failed.
     """
-    selection = select(keys, exclude, rename, dtype)
+    conversion = Conversion(source, target, **options)
     if values not in ("skip", "error"):
         raise ConfigError(f"values={values!r} must be 'skip' or 'error'")
-    shares = share_budget(budget_bytes)
-    joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
-    with joining as group:
-        showing = show_progress("convert", progress, is_coordinator=group.is_coordinator)
-        with (
-            showing as meter,
-            closing(Folder(target, target_options, WriteConfig())) as folder,
-            open_source(group, source, source_options, shares.read_config()) as checkpoint,
-        ):
-            job = FilesJob(group, checkpoint, folder, shares, meter, overwrite)
-            return job.run(selection, max_shard_bytes, dict(tied or {}), values)
+    with (
+        conversion.join() as group,
+        conversion.show_progress(group) as meter,
+        closing(Folder(target, conversion.target_options, WriteConfig())) as folder,
+        open_source(group, conversion) as checkpoint,
+    ):
+        job = FilesJob(group, conversion, checkpoint, folder, meter)
+        return job.run(max_shard_bytes, dict(tied or {}), values)
 
 
-def safetensors_to_dcp(  # noqa: D417 - the rest are those of every converter
+def safetensors_to_dcp(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    keys: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Rename | None = None,
-    dtype: DtypeRule = None,
     object_bytes: int = 256 << 20,
-    source_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    budget_bytes: int = 256 << 20,
-    overwrite: bool = False,
-    process_group: Ranks = None,
-    deadline_s: float = 24 * 3600.0,
-    progress: ProgressCallback | bool | None = None,
+    **options: Unpack[ConversionOptions],
 ) -> ConvertResult:
     """Turn safetensors files into a checkpoint that DCP and ours load into any layout.
 
@@ -693,10 +662,8 @@ def safetensors_to_dcp(  # noqa: D417 - the rest are those of every converter
         AlreadyExistsError: If ``target`` holds a checkpoint and ``overwrite`` is False.
         RankFailures: On every rank of several, if any failed.
     """
-    selection = select(keys, exclude, rename, dtype)
-    shares = share_budget(budget_bytes)
-    joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
-    with joining as group:
+    conversion = Conversion(source, target, **options)
+    with conversion.join() as group:
         is_file = os.fspath(source).endswith(".safetensors")
         folder, key = file_location(source) if is_file else (source, None)
         found_aliases: dict[str, str] = {}
@@ -707,19 +674,14 @@ def safetensors_to_dcp(  # noqa: D417 - the rest are those of every converter
             files = {name: header.tensors for name, header in headers.items()}
             return Discovered(store.url, next(iter(files)), files=files)
 
-        opening = open_source(group, folder, source_options, shares.read_config(), find)
-        with opening as checkpoint:
+        with open_source(group, replace(conversion, source=folder), find) as checkpoint:
             aliases = steps.broadcast(group, "read aliases", lambda: found_aliases)
             return write_checkpoint(
                 group,
+                conversion,
                 checkpoint,
-                _entries(checkpoint, selection, aliases),
-                target,
-                shares=shares,
+                _entries(checkpoint, conversion.selection, aliases),
                 object_bytes=object_bytes,
-                options=target_options,
-                overwrite=overwrite,
-                progress=progress,
             )
 
 

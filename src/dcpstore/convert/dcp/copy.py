@@ -46,19 +46,20 @@ from typing import Any, Protocol
 import numpy as np
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import Unpack
 
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.convert.dcp.sink import SinkEntry, write_checkpoint
 from dcpstore.convert.dcp.source import open_source, own_run
+from dcpstore.convert.options import Conversion, ConversionOptions
 from dcpstore.convert.output import (
     Outputs,
     Shares,
     is_surely_unpublished,
     put_file,
     reject_existing,
-    share_budget,
 )
-from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
+from dcpstore.convert.selection import ConvertResult, Selection
 from dcpstore.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -72,12 +73,10 @@ from dcpstore.format.checksum import BlockChecksummer, crc32c
 from dcpstore.format.manifest import DataObject, Path, StoredItem
 from dcpstore.format.metadata import planner_paths_of
 from dcpstore.format.seal import METADATA_KEY, data_key, save_id_of
-from dcpstore.plan.rules import Rename
 from dcpstore.ranks import RankGroup, steps
-from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import Checkpoint
 from dcpstore.read.pump import Pump
-from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
+from dcpstore.report import Meter, Phases
 from dcpstore.store.base import ByteRange, Store, server_copier
 from dcpstore.store.budget import bytes_in_flight
 from dcpstore.store.folder import Folder
@@ -667,24 +666,14 @@ def _rank_and_number(name: str, number: int) -> tuple[int, int]:
     return int(parts[2]), int(parts[3])
 
 
-def dcp_to_dcp(  # noqa: D417 - the rest are those of every converter
+def dcp_to_dcp(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    keys: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Rename | None = None,
-    dtype: DtypeRule = None,
     object_bytes: int | None = None,
     reencode: bool = False,
     verify: bool = True,
-    source_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    budget_bytes: int = 256 << 20,
-    overwrite: bool = False,
-    process_group: Ranks = None,
-    deadline_s: float = 24 * 3600.0,
-    progress: ProgressCallback | bool | None = None,
+    **options: Unpack[ConversionOptions],
 ) -> ConvertResult:
     """Copy a checkpoint to another folder, bucket or provider; change it on the way if asked to.
 
@@ -723,35 +712,34 @@ def dcp_to_dcp(  # noqa: D417 - the rest are those of every converter
         ConfigError: If ``source`` holds safetensors files, or the arguments match no key.
         RankFailures: On every rank of several, if any failed.
     """
-    selection = select(keys, exclude, rename, dtype)
-    shares = share_budget(budget_bytes)
-    changes = bool(reencode or keys or exclude or rename or selection.dtypes or object_bytes)
-    joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
-    with joining as group:
-        opening = open_source(group, source, source_options, shares.read_config())
-        with opening as checkpoint:
-            if checkpoint.discovered.files is not None:
-                raise ConfigError(
-                    f"{checkpoint.url} holds safetensors files: use safetensors_to_dcp"
-                )
-            if changes:
-                return write_checkpoint(
-                    group,
-                    checkpoint,
-                    _entries(checkpoint, selection),
-                    target,
-                    shares=shares,
-                    object_bytes=object_bytes or WriteConfig().object_bytes,
-                    options=target_options,
-                    overwrite=overwrite,
-                    progress=progress,
-                )
-            showing = show_progress("copy", progress, is_coordinator=group.is_coordinator)
-            with closing(Folder(target, target_options, WriteConfig())) as folder, showing as meter:
-                transfer = Transfer(
-                    checkpoint.store, folder.open(), shares, meter, overwrite, verify
-                )
-                return _mirror(group, checkpoint, folder.url, transfer, target_options)
+    conversion = Conversion(source, target, **options)
+    selection = conversion.selection
+    wanted = (conversion.keys, conversion.exclude, conversion.rename, selection.dtypes)
+    changes = bool(reencode or object_bytes) or any(wanted)
+    with conversion.join() as group, open_source(group, conversion) as checkpoint:
+        if checkpoint.discovered.files is not None:
+            raise ConfigError(f"{checkpoint.url} holds safetensors files: use safetensors_to_dcp")
+        if changes:
+            return write_checkpoint(
+                group,
+                conversion,
+                checkpoint,
+                _entries(checkpoint, selection),
+                object_bytes=object_bytes or WriteConfig().object_bytes,
+            )
+        with (
+            closing(Folder(target, conversion.target_options, WriteConfig())) as folder,
+            conversion.show_progress(group, "copy") as meter,
+        ):
+            transfer = Transfer(
+                checkpoint.store,
+                folder.open(),
+                conversion.shares,
+                meter,
+                conversion.overwrite,
+                verify,
+            )
+            return _mirror(group, checkpoint, folder.url, transfer, conversion.target_options)
 
 
 def _mirror(

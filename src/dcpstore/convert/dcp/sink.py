@@ -11,7 +11,6 @@ is made of metadata, and what an item holds is read, some items ahead, when the 
 from __future__ import annotations
 
 import io
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -46,14 +45,15 @@ from dcpstore.convert.dcp.source import (
     plan_value,
     read_blocks,
 )
-from dcpstore.convert.output import Shares, fetched_by_all
+from dcpstore.convert.options import Conversion
+from dcpstore.convert.output import fetched_by_all
 from dcpstore.convert.selection import ConvertResult
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.manifest import Path
 from dcpstore.plan import SavePlanner
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import Checkpoint
-from dcpstore.report import Meter, Progress, ProgressCallback, show_progress
+from dcpstore.report import Meter, Progress
 from dcpstore.saving import save
 from dcpstore.write.writer import ObjectStoreWriter
 
@@ -94,15 +94,11 @@ class SinkEntry:
 
 def write_checkpoint(
     group: RankGroup,
+    conversion: Conversion,
     checkpoint: Checkpoint,
     entries: Sequence[SinkEntry],
-    target: str | os.PathLike[str],
     *,
-    shares: Shares,
     object_bytes: int,
-    options: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    progress: ProgressCallback | bool | None = None,
     splits_tensors: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> ConvertResult:
@@ -110,27 +106,27 @@ def write_checkpoint(
 
     Args:
         group: The ranks.
+        conversion: Where to, and the options.
         checkpoint: The source, open on every rank.
         entries: What to write; the same on all ranks.
-        target: Folder of the new checkpoint.
-        shares: Of the memory.
         object_bytes: Target size of data objects.
-        options: fsspec's options for the target's protocol.
-        overwrite: Replace a checkpoint that exists.
-        progress: As for every converter.
         splits_tensors: Whether ranks may share a tensor; else one reads all of it.
         check: Called on every rank when its share is written, before anything is sealed.
 
     Raises:
         RankFailures: On every rank, if any failed. Nothing was sealed.
     """
-    block_bytes = min(shares.block_bytes, object_bytes)  # a block is an item, in one object
-    config = shares.write_config(object_bytes)
-    writer = _Writer(target, storage_options=options, overwrite=overwrite, config=config)
+    # A block is an item, in one object.
+    block_bytes = min(conversion.shares.block_bytes, object_bytes)
+    writer = _Writer(
+        conversion.target,
+        storage_options=conversion.target_options,
+        overwrite=conversion.overwrite,
+        config=conversion.shares.write_config(object_bytes),
+    )
     writer.entries, writer.check = entries, check
     planner = _BlockPlanner(checkpoint, entries, block_bytes, group, splits_tensors=splits_tensors)
-    showing = show_progress("convert", progress, is_coordinator=group.is_coordinator)
-    with planner, showing as meter:
+    with planner, conversion.show_progress(group) as meter:
         saved = save(
             {},
             planner=planner,

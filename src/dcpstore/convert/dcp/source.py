@@ -14,19 +14,19 @@ take runs of neighbouring blocks, balanced by bytes.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from math import prod
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcpstore.config import ReadConfig
+from dcpstore.convert.options import Conversion
 from dcpstore.format.dtypes import row_major_strides
 from dcpstore.format.payload import bands
 from dcpstore.plan.values import ValueRecord
@@ -207,9 +207,7 @@ def _aligned(num_bytes: int) -> int:
 
 def open_source(
     group: RankGroup,
-    url: str | os.PathLike[str],
-    options: Mapping[str, Any] | None,
-    config: ReadConfig,
+    conversion: Conversion,
     find: Callable[[Store, ReadConfig], Discovered] = discover,
 ) -> Checkpoint:
     """Open a checkpoint on all ranks; the coordinator reads what tells about it. Collective.
@@ -217,7 +215,8 @@ def open_source(
     Raises:
         RankFailures: On every rank, if there is no checkpoint or any rank cannot open it.
     """
-    folder = Folder(url, options, config)
+    config = conversion.shares.read_config()
+    folder = Folder(conversion.source, conversion.source_options, config)
     try:
         found = steps.broadcast(group, "read metadata", lambda: find(folder.open(), config))
         return steps.each(group, "open metadata", lambda: Checkpoint(folder, found, config))

@@ -35,11 +35,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from typing_extensions import Unpack
 
 from dcpstore.config import WriteConfig
 from dcpstore.convert.dcp.source import Block, plan_blocks, read_blocks
-from dcpstore.convert.output import Outputs, Shares, reject_existing, share_budget
-from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
+from dcpstore.convert.options import Conversion, ConversionOptions
+from dcpstore.convert.output import Outputs, reject_existing
+from dcpstore.convert.selection import ConvertResult
 from dcpstore.convert.torch.structure import (
     LAYOUT_KEY,
     Layout,
@@ -62,12 +64,10 @@ from dcpstore.format.payload import as_bytes
 from dcpstore.format.seal import METADATA_KEY, save_id_of
 from dcpstore.format.tensors import load_record
 from dcpstore.format.zip import TorchZipWriter, overhead_bytes
-from dcpstore.plan.rules import Rename
 from dcpstore.ranks import steps
-from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.checkpoint import BoxRead, Checkpoint, open_checkpoint
 from dcpstore.read.torch_file import Storages, unpickle
-from dcpstore.report import Meter, Phases, ProgressCallback, show_progress
+from dcpstore.report import Meter, Phases
 from dcpstore.store.folder import Folder, file_location, parse_location
 from dcpstore.torch_private import meta_storage, set_element, set_lazy_bits, storage_identity
 
@@ -387,22 +387,12 @@ def _read_values(checkpoint: Checkpoint, *, weights_only: bool) -> dict[str, Any
     return found
 
 
-def dcp_to_torch_save(  # noqa: D417 - the rest are those of every converter
+def dcp_to_torch_save(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    keys: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Rename | None = None,
-    dtype: DtypeRule = None,
     weights_only: bool = True,
-    source_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    budget_bytes: int = 256 << 20,
-    overwrite: bool = False,
-    process_group: Ranks = None,
-    deadline_s: float = 24 * 3600.0,
-    progress: ProgressCallback | bool | None = None,
+    **options: Unpack[ConversionOptions],
 ) -> ConvertResult:
     """Turn a DCP checkpoint into one ``torch.save`` file.
 
@@ -437,23 +427,24 @@ def dcp_to_torch_save(  # noqa: D417 - the rest are those of every converter
         ConfigError: If the arguments do not fit together or match no key.
         RankFailures: On every rank of several, if any failed.
     """
-    selection = select(keys, exclude, rename, dtype)
-    shares = share_budget(budget_bytes)
+    conversion = Conversion(source, target, **options)
     folder_url, key = file_location(target)
     _refuse_same(source, target)
-    joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
-    with joining as group:
+    with conversion.join() as group:
 
         def convert() -> ConvertResult:
-            config = shares.read_config()
             with (
-                closing(Folder(folder_url, target_options, WriteConfig())) as folder,
-                open_checkpoint(source, storage_options=source_options, config=config) as opened,
+                closing(Folder(folder_url, conversion.target_options, WriteConfig())) as folder,
+                open_checkpoint(
+                    source,
+                    storage_options=conversion.source_options,
+                    config=conversion.shares.read_config(),
+                ) as opened,
             ):
-                job = _ToFile(opened, folder, key, shares, meter, overwrite)
-                return job.run(selection, weights_only=weights_only)
+                job = _ToFile(opened, folder, key, conversion, meter)
+                return job.run(weights_only=weights_only)
 
-        with show_progress("convert", progress, is_coordinator=group.is_coordinator) as meter:
+        with conversion.show_progress(group) as meter:
             return steps.broadcast(group, "convert", convert)
 
 
@@ -476,14 +467,14 @@ class _ToFile:
     _checkpoint: Checkpoint
     _folder: Folder
     _key: str
-    _shares: Shares
+    _conversion: Conversion
     _meter: Meter
-    _overwrite: bool
     _phases: Phases = field(default_factory=Phases)
     _records: tuple[str | None, Sequence[memoryview]] = (None, ())
     _archive: bytes = b""
 
-    def run(self, selection: Selection, *, weights_only: bool) -> ConvertResult:
+    def run(self, *, weights_only: bool) -> ConvertResult:
+        selection = self._conversion.selection
         with self._phases.phase("plan"):
             self._checkpoint.require_whole(filter(selection.rules.takes, self._checkpoint.keys))
             stored = open_stored(self._checkpoint, weights_only=weights_only)
@@ -533,12 +524,12 @@ class _ToFile:
         store = self._folder.open()
         outputs = Outputs(
             store,
-            budget_bytes=self._shares.output_bytes,
+            budget_bytes=self._conversion.shares.output_bytes,
             largest_bytes=total,
-            overwrite=self._overwrite,
+            overwrite=self._conversion.overwrite,
             meter=self._meter,
         )
-        if not self._overwrite:
+        if not self._conversion.overwrite:
             reject_existing(store, self._key)
         with outputs, outputs.write(self._key) as stream:
             writer = TorchZipWriter(stream)
@@ -578,12 +569,15 @@ class _ToFile:
             for _, content in run:
                 assert isinstance(content, Rows)
                 planned = plan_blocks(
-                    self._checkpoint, content.fqn, content.dtype, self._shares.block_bytes
+                    self._checkpoint,
+                    content.fqn,
+                    content.dtype,
+                    self._conversion.shares.block_bytes,
                 )
                 counts.append(len(planned))
                 yield from planned
 
-        with read_blocks(self._checkpoint, blocks(), self._shares.block_bytes) as coming:
+        with read_blocks(self._checkpoint, blocks(), self._conversion.shares.block_bytes) as coming:
             for number, (key, _) in enumerate(run):
                 with writer.storage(key, sizes[key]):
                     first = next(coming)  # its tensor is planned by now

@@ -19,15 +19,15 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
+from typing_extensions import Unpack
 
 from dcpstore.config import WriteConfig
 from dcpstore.convert.dcp.sink import SinkEntry, write_checkpoint
-from dcpstore.convert.output import share_budget
-from dcpstore.convert.selection import ConvertResult, DtypeRule, Selection, select
+from dcpstore.convert.options import Conversion, ConversionOptions
+from dcpstore.convert.selection import ConvertResult, Selection
 from dcpstore.convert.torch.source import FileCheckpoint, FileView
 from dcpstore.convert.torch.structure import (
     LAYOUT_KEY,
@@ -43,12 +43,9 @@ from dcpstore.convert.torch.structure import (
     view_of,
 )
 from dcpstore.errors import ConfigError, ConflictError, IncompatibleError
-from dcpstore.plan.rules import Rename
 from dcpstore.ranks import RankGroup, steps
-from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
 from dcpstore.read.torch_save import contents_of
-from dcpstore.report import ProgressCallback
 from dcpstore.store.folder import parse_location
 from dcpstore.torch_private import storage_identity
 
@@ -171,22 +168,12 @@ class _Chooser:
         return [one for one in pickled.storages.values() if one in odd and one not in found]
 
 
-def torch_save_to_dcp(  # noqa: D417 - the rest are those of every converter
+def torch_save_to_dcp(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    keys: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Rename | None = None,
-    dtype: DtypeRule = None,
     weights_only: bool = True,
-    source_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    budget_bytes: int = 256 << 20,
-    overwrite: bool = False,
-    process_group: Ranks = None,
-    deadline_s: float = 24 * 3600.0,
-    progress: ProgressCallback | bool | None = None,
+    **options: Unpack[ConversionOptions],
 ) -> ConvertResult:
     """Turn a ``torch.save`` file into a DCP checkpoint.
 
@@ -209,7 +196,8 @@ def torch_save_to_dcp(  # noqa: D417 - the rest are those of every converter
             ``torch.serialization.add_safe_globals`` honoured. False runs whatever code the
             file names: only for files that you trust.
         budget_bytes: Memory for tensors on their way, per rank. Values that are not tensors,
-            with the tensors in them, are held beside it, one at a time; so are sparse tensors.
+            with the tensors in them, and sparse tensors are held beside it: an eighth of it at a
+            time, or one that is larger.
 
     Raises:
         NotFoundError: If there is no such file.
@@ -222,14 +210,15 @@ def torch_save_to_dcp(  # noqa: D417 - the rest are those of every converter
         ConfigError: If the arguments do not fit together or match no key.
         RankFailures: On every rank of several, if any failed.
     """
-    selection = select(keys, exclude, rename, dtype)
-    shares = share_budget(budget_bytes)
-    _refuse_same(source, target)
-    joining = join_ranks(process_group, 0, deadline_s, action="convert", url=target)
-    with joining as group, ExitStack() as stack:
-        file = _open(group, stack, source, source_options, weights_only=weights_only)
-        choice = steps.each(group, "choose the keys", lambda: _Chooser(file, selection).run())
-        checkpoint = FileCheckpoint(file, choice.view, shares.read_config())
+    conversion = Conversion(source, target, **options)
+    if parse_location(source).url == parse_location(target).url:
+        raise ConfigError(f"source and target are both {parse_location(source).url}")
+    with conversion.join() as group, ExitStack() as stack:
+        file = _open(group, stack, conversion, weights_only=weights_only)
+        choice = steps.each(
+            group, "choose the keys", lambda: _Chooser(file, conversion.selection).run()
+        )
+        checkpoint = FileCheckpoint(file, choice.view, conversion.shares.read_config())
 
         def check() -> None:
             if group.is_coordinator:
@@ -238,37 +227,27 @@ def torch_save_to_dcp(  # noqa: D417 - the rest are those of every converter
 
         result = write_checkpoint(
             group,
+            conversion,
             checkpoint,
             choice.entries,
-            target,
-            shares=shares,
             object_bytes=WriteConfig().object_bytes,
-            options=target_options,
-            overwrite=overwrite,
-            progress=progress,
             splits_tensors=False,  # else no rank could check the CRC32 of a storage
             check=check,
         )
         return replace(result, skipped=choice.skipped)
 
 
-def _refuse_same(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    if parse_location(source).url == parse_location(target).url:
-        raise ConfigError(f"source and target are both {parse_location(source).url}")
-
-
 def _open(
-    group: RankGroup,
-    stack: ExitStack,
-    source: str | os.PathLike[str],
-    options: Mapping[str, Any] | None,
-    *,
-    weights_only: bool,
+    group: RankGroup, stack: ExitStack, conversion: Conversion, *, weights_only: bool
 ) -> TorchFile:
     """Open the file on every rank, for as long as the stack. Collective."""
 
     def open_it() -> TorchFile:
-        file = open_torch_file(source, storage_options=options, weights_only=weights_only)
+        file = open_torch_file(
+            conversion.source,
+            storage_options=conversion.source_options,
+            weights_only=weights_only,
+        )
         return stack.enter_context(file)
 
     file = steps.each(group, "open the source", open_it)
