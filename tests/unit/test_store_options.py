@@ -333,12 +333,6 @@ def test_credentials_that_renew_themselves_keep_their_session():
     assert made == [None]
 
 
-def test_a_copy_of_the_credentials_is_equal_and_has_no_session():
-    ask = BotocoreCredentials("mine")
-    assert pickle.loads(pickle.dumps(ask)) == ask
-    assert hash(ask) == hash(BotocoreCredentials("mine"))
-
-
 @pytest.mark.parametrize(
     ("url", "options"),
     [

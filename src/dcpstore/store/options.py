@@ -56,8 +56,7 @@ def default_region(profile: str | None = None) -> str | None:
 class BotocoreCredentials:
     """A callable that obstore asks for credentials: profiles, SSO, environment, IMDS.
 
-    Picklable: a copy in another process opens its own session. Thread-safe. Holds no
-    secret of its own and its repr shows none.
+    Thread-safe. Holds no secret of its own.
 
     Args:
         profile: Name of the profile; None for the chain's own choice.
@@ -102,18 +101,6 @@ class BotocoreCredentials:
         if self._found is None:
             raise NoCredentialsError
         return self._found
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(profile={self._profile!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BotocoreCredentials) and other._profile == self._profile
-
-    def __hash__(self) -> int:
-        return hash((type(self), self._profile))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._profile,)
 
 
 # They steer fsspec's instances, listings and file objects; no verb of ours uses those.
@@ -181,25 +168,45 @@ _S3_NAMES = {
     "endpoint_url": "endpoint",
     "region_name": "region",
 }
-_S3_ADDED = {
-    "ServerSideEncryption": "server_side_encryption",
-    "SSEKMSKeyId": "sse_kms_key_id",
-    "BucketKeyEnabled": "sse_bucket_key_enabled",
+_S3_CONFIG = {
+    **_S3_NAMES,
+    **{f"client_kwargs.{name}": ours for name, ours in _S3_NAMES.items()},
+    "config_kwargs.region_name": "region",
+    "s3_additional_kwargs.ServerSideEncryption": "server_side_encryption",
+    "s3_additional_kwargs.SSEKMSKeyId": "sse_kms_key_id",
+    "s3_additional_kwargs.BucketKeyEnabled": "sse_bucket_key_enabled",
 }
+_S3_FLAGS = {"anon": "skip_signature", "requester_pays": "request_payer"}
+_S3_TIMEOUTS = {
+    "config_kwargs.connect_timeout": "connect_timeout",
+    "config_kwargs.read_timeout": "read_timeout",
+}
+_S3_MOOT = frozenset({"config_kwargs.max_pool_connections", "config_kwargs.tcp_keepalive"})
+# What obstore does anyway.
+_S3_USUAL: dict[str, tuple[object, ...]] = {
+    "use_ssl": (True,),
+    "version_aware": (False,),
+    "asynchronous": (False,),
+    "client_kwargs.use_ssl": (True,),
+    "client_kwargs.verify": (True,),
+    "config_kwargs.signature_version": ("s3v4",),
+    "config_kwargs.request_checksum_calculation": ("when_required",),
+    "config_kwargs.response_checksum_validation": ("when_required",),
+    "config_kwargs.s3.addressing_style": ("path", "auto"),
+}
+# The later of these come first in what is made of them, and what is not nested comes last.
+_S3_NESTED = ("s3_additional_kwargs", "config_kwargs", "config_kwargs.s3", "client_kwargs")
 
 
 def _translate_s3(given: dict[str, Any]) -> ObstoreSettings:
     # UNSIGNED-PAYLOAD: hashing every body costs 0.9 CPU s/GiB, and our CRC32C covers it.
     settings = ObstoreSettings(config={"unsigned_payload": True})
-    for name, value in _nested(given, "client_kwargs"):
-        _s3_client_option(settings, name, value)
-    for name, value in _nested(given, "config_kwargs"):
-        _s3_config_option(settings, name, value)
-    for name, value in _nested(given, "s3_additional_kwargs"):
-        if name not in _S3_ADDED:
-            raise NotHonoured(f"s3_additional_kwargs.{name}")
-        settings.config[_S3_ADDED[name]] = value
     profile = given.pop("profile", None)
+    for nested in _S3_NESTED:
+        inner = given.pop(nested, {})
+        if not isinstance(inner, Mapping):
+            raise NotHonoured(nested, f"it is a {type(inner).__name__}, not a dictionary")
+        given = {f"{nested}.{k}": v for k, v in inner.items() if v is not None} | given
     for name, value in given.items():
         _s3_option(settings, name, value)
     _s3_endpoint_and_region(settings, profile)
@@ -208,59 +215,23 @@ def _translate_s3(given: dict[str, Any]) -> ObstoreSettings:
 
 
 def _s3_option(settings: ObstoreSettings, name: str, value: Any) -> None:
-    if name in _S3_NAMES:
-        settings.config[_S3_NAMES[name]] = value
-    elif name == "anon":
-        settings.config["skip_signature"] = bool(value)
-    elif name == "requester_pays":
-        settings.config["request_payer"] = bool(value)
-    elif name == "use_ssl" and (value or "endpoint" in settings.config):
+    config, client_options = settings.config, settings.client_options
+    if name in _S3_CONFIG:
+        config[_S3_CONFIG[name]] = value
+    elif name in _S3_FLAGS:
+        config[_S3_FLAGS[name]] = bool(value)
+    elif name in _S3_TIMEOUTS:
+        client_options[_S3_TIMEOUTS[name]] = f"{round(float(value) * 1000)}ms"
+    elif name == "config_kwargs.s3.payload_signing_enabled":
+        config["unsigned_payload"] = not value
+    elif name == "client_kwargs.verify" and value is False:
+        client_options["allow_invalid_certificates"] = True
+    elif name == "client_kwargs.verify" and isinstance(value, str | os.PathLike):
+        client_options["root_certificate"] = Path(value).read_bytes()
+    elif name == "use_ssl" and "endpoint" in config:
         pass  # the endpoint's own scheme decides
-    elif name in ("version_aware", "asynchronous") and not value:
-        pass
-    else:
+    elif name not in _S3_MOOT and value not in _S3_USUAL.get(name, ()):
         raise NotHonoured(name)
-
-
-def _s3_client_option(settings: ObstoreSettings, name: str, value: Any) -> None:
-    if name in _S3_NAMES:
-        settings.config[_S3_NAMES[name]] = value
-    elif name == "verify" and value is False:
-        settings.client_options["allow_invalid_certificates"] = True
-    elif name == "verify" and isinstance(value, str | os.PathLike):
-        settings.client_options["root_certificate"] = Path(value).read_bytes()
-    elif (name == "verify" and value is True) or (name == "use_ssl" and value):
-        pass
-    else:
-        raise NotHonoured(f"client_kwargs.{name}")
-
-
-def _s3_config_option(settings: ObstoreSettings, name: str, value: Any) -> None:
-    if name == "region_name":
-        settings.config["region"] = value
-    elif name == "connect_timeout":
-        settings.client_options["connect_timeout"] = f"{round(float(value) * 1000)}ms"
-    elif name == "read_timeout":
-        settings.client_options["read_timeout"] = f"{round(float(value) * 1000)}ms"
-    elif name == "signature_version" and value == "s3v4":
-        pass
-    elif name.endswith(("checksum_calculation", "checksum_validation")):
-        if value != "when_required":
-            raise NotHonoured(f"config_kwargs.{name}")
-    elif name == "s3" and isinstance(value, Mapping):
-        for inner, setting in value.items():
-            _s3_addressing(settings, inner, setting)
-    elif name not in ("max_pool_connections", "tcp_keepalive"):
-        raise NotHonoured(f"config_kwargs.{name}")
-
-
-def _s3_addressing(settings: ObstoreSettings, name: str, value: Any) -> None:
-    if name == "addressing_style" and value in ("path", "auto"):
-        pass  # path style is obstore's own, and works on AWS too
-    elif name == "payload_signing_enabled":
-        settings.config["unsigned_payload"] = not value
-    else:
-        raise NotHonoured(f"config_kwargs.s3.{name}")
 
 
 def _s3_endpoint_and_region(settings: ObstoreSettings, profile: str | None) -> None:
@@ -381,10 +352,3 @@ def _az_connection(settings: ObstoreSettings, text: str) -> None:
             settings.config["use_emulator"] = value.lower() == "true"
         elif lowered not in ("defaultendpointsprotocol", "endpointsuffix"):
             raise NotHonoured(f"connection_string.{name}")
-
-
-def _nested(given: dict[str, Any], name: str) -> list[tuple[str, Any]]:
-    inner = given.pop(name, {})
-    if not isinstance(inner, Mapping):
-        raise NotHonoured(name, f"it is a {type(inner).__name__}, not a dictionary")
-    return [(k, v) for k, v in inner.items() if v is not None]
