@@ -60,12 +60,12 @@ from dcpstore.store.engine import (
     check_length,
     deletes_failed,
     from_answer,
-    from_fsspec,
-    from_obstore,
     with_either_mark,
 )
 from dcpstore.store.folder import parse_location
+from dcpstore.store.fsspec_clients import from_fsspec
 from dcpstore.store.fsspec_engine import FsspecStore
+from dcpstore.store.obstore_engine import from_obstore
 from dcpstore.store.uploads import OpenUpload
 
 T = TypeVar("T")

@@ -19,10 +19,10 @@ from dcpstore.store.engine import (
     Answer,
     Asked,
     from_answer,
-    from_fsspec,
-    from_obstore,
     from_transport,
 )
+from dcpstore.store.fsspec_clients import from_fsspec
+from dcpstore.store.obstore_engine import from_obstore
 
 PLAIN = Asked("get", "a", "s3://b")
 

@@ -15,7 +15,9 @@ from dcpstore.errors import CheckpointError, RankFailures
 from dcpstore.ranks.group import describe
 from dcpstore.store import Store, open_store
 from dcpstore.store.base import Destination
-from dcpstore.store.engine import Asked, from_fsspec, from_obstore, scrubbed
+from dcpstore.store.engine import Asked, scrubbed
+from dcpstore.store.fsspec_clients import from_fsspec
+from dcpstore.store.obstore_engine import from_obstore
 from dcpstore.store.retry import RetryPolicy
 
 ACCESS = "AKIAIOSFODNN7EXAMPLE"

@@ -2,13 +2,12 @@
 
 obstore keeps an answer's status and body only inside the text of its error, s3fs
 keeps a parsed one in ``__cause__`` and gcsfs an HTTP code as an attribute. All of
-them are first read into an `Answer`; one table then says what it means. This is the only place
-where foreign errors become ours.
+them are first read into an `Answer`, beside the client whose errors they are; one table, here,
+then says what it means.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import re
@@ -58,10 +57,6 @@ _MOST_SKEW = timedelta(minutes=15)  # between clocks: S3 refuses requests that a
 _MAX_TEXT = 300
 _DELETE_BATCH = 1000
 _MAX_FOREIGN_TEXT = 2000
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>([^<]+)</Code>")
-_MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _RETRYABLE_CODES = frozenset(
     {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "OperationAborted"}
 )
@@ -74,30 +69,10 @@ _REGION_CODES = frozenset(
     {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed"}
     | {"IllegalLocationConstraintException"}
 )
-_COMPLETING = re.compile(
-    r"performing (?:(?:POST|DELETE) \S*[?&]uploadId=|PUT \S*[?&]comp=blocklist)"
-)
-# What obstore shows of the reason why no connection came about, in the text for debugging.
-_REFUSED = re.compile(r"kind: (ConnectionRefused|HostUnreachable|NetworkUnreachable)")
-_UNRESOLVED = re.compile(r'"dns error".{0,200}?error: "([^"]*)"', re.DOTALL)
-_BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*((?:\w+[\s(]*)+)")
-_TIMED_OUT = re.compile(r"HttpError \{\s*kind: Timeout")
 _MAY_RESOLVE_LATER = "Temporary failure in name resolution"
-_TRANSPORT = re.compile(
-    r"error sending request|connect|timed? ?out|reset|broken pipe|incomplete|closed before|"
-    r"end of file|\beof\b|body error|decoding|error reading a body|dns",
-    re.IGNORECASE,
-)
-_TRANSPORT_TYPES = frozenset(
-    {"ClientError", "ClientPayloadError", "ClientOSError", "ServerDisconnectedError"}
-    | {"ServerTimeoutError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError"}
-    | {"ConnectionClosedError", "HTTPClientError", "ResponseStreamingError", "IncompleteRead"}
-    | {"ConnectionError", "FSTimeoutError", "ChecksumError", "IncompleteReadError"}
-)
 # Files are written under another name first, and these come before the rename.
-_NEVER_BEGAN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-_IN_PROCESS = ("file://", "memory://")
-_NO_CREDENTIALS = frozenset(
+NEVER_BEGAN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+NO_CREDENTIALS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
     | {"NoAuthTokenError", "SSOTokenLoadError", "UnauthorizedSSOTokenError", "ProfileNotFound"}
     | {"DefaultCredentialsError", "RefreshError", "TokenRetrievalError"}
@@ -267,175 +242,50 @@ def _lost_condition(asked: Asked, answer: Answer) -> CheckpointError:
 
 def from_throttle(asked: Asked, status: int, retry_after: str | None) -> CheckpointError:
     """Say that the store wants fewer requests, and how long it asked to wait."""
-    return from_answer(asked, Answer(status, text="slow down", retry_after_s=_seconds(retry_after)))
+    return from_answer(
+        asked, Answer(status, text="slow down", retry_after_s=seconds_in(retry_after))
+    )
 
 
 def from_transport(asked: Asked, error: BaseException) -> CheckpointError:
     """Map what made a connection fail before the whole answer was there."""
-    name, text = type(error).__name__, _trim(str(error))
+    name, text = type(error).__name__, trimmed(str(error))
     answer = Answer(text=f"{name}: {text}" if text else name, is_transport=True)
-    return from_answer(asked, _with_python_reason(answer, error))
+    return from_answer(asked, with_python_reason(answer, error))
 
 
-def from_obstore(asked: Asked, error: BaseException) -> CheckpointError:
-    """Map an error of obstore (or of the Python callbacks it calls)."""
-    text, _, debug = str(error).partition("\n\nDebug source:")
-    name = type(error).__name__
-    if name in ("UnknownConfigurationKeyError", "NotSupportedError", "InvalidPathError"):
-        return ConfigError(f"{asked}: {_trim(text)}")
-    if isinstance(error, ValueError):
-        return ConfigError(f"{asked}: the key or an option is not valid: {_trim(text)}")
-    return from_answer(asked, _with_obstore_reason(_read_obstore(name, error, text), debug))
-
-
-def was_completing(error: BaseException | None) -> bool:
-    """Tell whether an error of obstore may have come when all parts of an upload were there.
-
-    That is, of the request that completes it, or of the one that obstore aborts it with then:
-    obstore shows the last error only.
-    """
-    return _COMPLETING.search(str(error)) is not None
-
-
-def _read_obstore(name: str, error: BaseException, text: str) -> Answer:
-    status = _STATUS.search(text)
-    code = _CODE.search(text)
-    message = _MESSAGE.search(text)
-    os_error = _OS_ERROR.search(text)
-    known = {
-        "AlreadyExistsError": 412,
-        "PreconditionError": 412,
-        "PermissionDeniedError": 403,
-        "UnauthenticatedError": 401,
-    }.get(name)
-    if known is None and isinstance(error, FileNotFoundError):
-        known = 404
-    if known is None and "without LOCATION" in text:
-        known = 301
-    number = known or (int(status.group(1)) if status else None)
-    return Answer(
-        status=number,
-        code=code.group(1) if code else None,
-        text=_trim(message.group(1) if message else _first_sentence(text)),
-        is_transport=number is None and _TRANSPORT.search(text) is not None,
-        never_began=os_error is not None and int(os_error.group(1)) in _NEVER_BEGAN,
-        no_credentials=any(word in text for word in _NO_CREDENTIALS),
-    )
-
-
-def _with_obstore_reason(answer: Answer, debug: str) -> Answer:
-    """Add why there was no connection, or no answer."""
-    if not answer.is_transport:
-        return answer
-    if found := _BAD_CERTIFICATE.search(debug):
-        said = " ".join(re.findall(r"\w+", found[1]))
-        return replace(answer, text=said, untrusted=True)
-    if found := _UNRESOLVED.search(debug):
-        return _unresolved(answer, _trim(found[1]))
-    if found := _REFUSED.search(debug):
-        return replace(answer, text=_no_connection(found[1]), unreachable=True)
-    if _TIMED_OUT.search(debug):
-        return replace(answer, text="no answer in time")
-    return answer
-
-
-def _with_python_reason(answer: Answer, error: BaseException) -> Answer:
+def with_python_reason(answer: Answer, error: BaseException) -> Answer:
     """Add why there was no connection, which the causes of an error tell."""
     if not answer.is_transport:
         return answer
     cause: BaseException | None = error
     for _ in range(8):
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return replace(answer, text=_trim(str(cause)), untrusted=True)
+            return replace(answer, text=trimmed(str(cause)), untrusted=True)
         if isinstance(cause, socket.gaierror):
-            return _unresolved(answer, _trim(cause.strerror or str(cause)))
+            return unresolved(answer, trimmed(cause.strerror or str(cause)))
         if isinstance(cause, ConnectionRefusedError) or getattr(cause, "errno", None) in (
             errno.EHOSTUNREACH,
             errno.ENETUNREACH,
         ):
-            return replace(answer, text=_no_connection(type(cause).__name__), unreachable=True)
+            return replace(answer, text=no_connection(type(cause).__name__), unreachable=True)
         if cause is None:
             break
         cause = cause.__cause__ or cause.__context__
     return answer
 
 
-def _unresolved(answer: Answer, said: str) -> Answer:
+def unresolved(answer: Answer, said: str) -> Answer:
+    """Add that the name of the server could not be resolved, and what the resolver said."""
     text = f"the name of the server could not be resolved ({said}): check the endpoint"
     # A resolver that is overloaded may answer later; one that knows no such name will not.
     return replace(answer, text=text, unreachable=_MAY_RESOLVE_LATER not in said)
 
 
-def _no_connection(kind: str) -> str:
+def no_connection(kind: str) -> str:
+    """Say why there is no connection, by the kind of the error."""
     what = "refused" if "Refused" in kind else "not possible: no route to the host"
     return f"the connection was {what}: check the endpoint, and whether the server runs"
-
-
-def from_fsspec(asked: Asked, error: BaseException) -> CheckpointError:
-    """Map an error of an fsspec filesystem: s3fs, gcsfs, a local one, or any other."""
-    if isinstance(error, CheckpointError):
-        return error
-    if isinstance(error, TypeError) and "unexpected keyword" in str(error):
-        return ConfigError(f"{asked}: a storage option is not valid: {_trim(str(error))}")
-    answer = _read_response(error) or _read_python_error(error)
-    mapped = from_answer(asked, answer)
-    if not asked.url.startswith(_IN_PROCESS) and not isinstance(mapped, ConfigError):
-        # aiohttp sends a put again by itself when a connection that it had kept is closed. So the
-        # answer may be that of a second attempt, and the first one was not answered.
-        mapped.refused = False
-    return mapped
-
-
-def _read_response(error: BaseException) -> Answer | None:
-    """Read the server's answer that botocore or gcsfs keeps with the error."""
-    for one in (error, error.__cause__):
-        response = getattr(one, "response", None)
-        if isinstance(response, Mapping):
-            return _read_botocore(response)
-    code = getattr(error, "code", None)
-    if isinstance(code, str) and code.isdigit():
-        code = int(code)
-    if isinstance(code, int) and 100 <= code < 600:
-        return Answer(status=code, text=_trim(str(getattr(error, "message", error))))
-    return None
-
-
-def _read_botocore(response: Mapping[str, Any]) -> Answer:
-    meta = response.get("ResponseMetadata", {})
-    said = response.get("Error", {})
-    code = str(said.get("Code", "")) or None
-    status = meta.get("HTTPStatusCode")
-    after = meta.get("HTTPHeaders", {}).get("retry-after")
-    return Answer(
-        status=int(status) if status is not None else None,
-        code=None if code is None or code.isdigit() else code,
-        text=_trim(str(said.get("Message", ""))),
-        retry_after_s=_seconds(after),
-    )
-
-
-def _read_python_error(error: BaseException) -> Answer:
-    name, text = type(error).__name__, _trim(str(error) or type(error).__name__)
-    if name in _NO_CREDENTIALS:
-        return Answer(text=text, no_credentials=True)
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return Answer(status=404, text=text)
-    if isinstance(error, FileExistsError):
-        return Answer(status=412, text=text)
-    # gcsfs makes a plain OSError of a 403, whose text is all it keeps.
-    if isinstance(error, PermissionError) or text.startswith("Forbidden: "):
-        return Answer(status=403, text=text)
-    transport = (
-        isinstance(error, TimeoutError | ConnectionError | EOFError | asyncio.TimeoutError)
-        or any(base.__name__ in _TRANSPORT_TYPES for base in type(error).__mro__)
-        or getattr(error, "errno", None) in (errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EIO)
-    )
-    answer = Answer(
-        text=f"{name}: {text}",
-        is_transport=transport,
-        never_began=getattr(error, "errno", None) in _NEVER_BEGAN,
-    )
-    return _with_python_reason(answer, error)
 
 
 class ForeignError(Exception):
@@ -453,19 +303,16 @@ def scrubbed(error: BaseException) -> ForeignError:
     return made.with_traceback(error.__traceback__)
 
 
-def _seconds(value: object) -> float | None:
+def seconds_in(value: object) -> float | None:
+    """Read a ``Retry-After`` header."""
     try:
         return max(0.0, float(str(value)))
     except ValueError:
         return None  # an HTTP date or nothing: the backoff decides alone
 
 
-def _first_sentence(text: str) -> str:
-    """Drop the location and the address that obstore writes in front of the reason."""
-    return text.rsplit(" - ", 1)[-1] if " - " in text else text
-
-
-def _trim(text: str) -> str:
+def trimmed(text: str) -> str:
+    """Return a message in one line of bounded length, without secrets."""
     flat = " ".join(redact(without_secrets(text)).split())
     return flat if len(flat) <= _MAX_TEXT else f"{flat[: _MAX_TEXT - 3]}..."
 

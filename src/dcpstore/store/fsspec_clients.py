@@ -1,8 +1,10 @@
-"""fsspec filesystems: made late, uncached, and anew in a forked child."""
+"""fsspec filesystems, made late, uncached, and anew in a forked child; and what they raise."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import errno
 import inspect
 import os
 import threading
@@ -14,7 +16,17 @@ import fsspec
 from fsspec.asyn import sync
 from fsspec.exceptions import FSTimeoutError
 
-from dcpstore.errors import ConfigError
+from dcpstore.errors import CheckpointError, ConfigError
+from dcpstore.store.engine import (
+    NEVER_BEGAN,
+    NO_CREDENTIALS,
+    Answer,
+    Asked,
+    from_answer,
+    seconds_in,
+    trimmed,
+    with_python_reason,
+)
 from dcpstore.text import redact
 
 if TYPE_CHECKING:
@@ -166,3 +178,79 @@ class FsspecClients:
         if hasattr(fs, "retries"):
             fs.retries = 1
         return fs
+
+
+_TRANSPORT_TYPES = frozenset(
+    {"ClientError", "ClientPayloadError", "ClientOSError", "ServerDisconnectedError"}
+    | {"ServerTimeoutError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError"}
+    | {"ConnectionClosedError", "HTTPClientError", "ResponseStreamingError", "IncompleteRead"}
+    | {"ConnectionError", "FSTimeoutError", "ChecksumError", "IncompleteReadError"}
+)
+_IN_PROCESS = ("file://", "memory://")
+
+
+def from_fsspec(asked: Asked, error: BaseException) -> CheckpointError:
+    """Map an error of an fsspec filesystem: s3fs, gcsfs, a local one, or any other."""
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, TypeError) and "unexpected keyword" in str(error):
+        return ConfigError(f"{asked}: a storage option is not valid: {trimmed(str(error))}")
+    answer = _read_response(error) or _read_python_error(error)
+    mapped = from_answer(asked, answer)
+    if not asked.url.startswith(_IN_PROCESS) and not isinstance(mapped, ConfigError):
+        # aiohttp sends a put again by itself when a connection that it had kept is closed. So the
+        # answer may be that of a second attempt, and the first one was not answered.
+        mapped.refused = False
+    return mapped
+
+
+def _read_response(error: BaseException) -> Answer | None:
+    """Read the server's answer that botocore or gcsfs keeps with the error."""
+    for one in (error, error.__cause__):
+        response = getattr(one, "response", None)
+        if isinstance(response, Mapping):
+            return _read_botocore(response)
+    code = getattr(error, "code", None)
+    if isinstance(code, str) and code.isdigit():
+        code = int(code)
+    if isinstance(code, int) and 100 <= code < 600:
+        return Answer(status=code, text=trimmed(str(getattr(error, "message", error))))
+    return None
+
+
+def _read_botocore(response: Mapping[str, Any]) -> Answer:
+    meta = response.get("ResponseMetadata", {})
+    said = response.get("Error", {})
+    code = str(said.get("Code", "")) or None
+    status = meta.get("HTTPStatusCode")
+    after = meta.get("HTTPHeaders", {}).get("retry-after")
+    return Answer(
+        status=int(status) if status is not None else None,
+        code=None if code is None or code.isdigit() else code,
+        text=trimmed(str(said.get("Message", ""))),
+        retry_after_s=seconds_in(after),
+    )
+
+
+def _read_python_error(error: BaseException) -> Answer:
+    name, text = type(error).__name__, trimmed(str(error) or type(error).__name__)
+    if name in NO_CREDENTIALS:
+        return Answer(text=text, no_credentials=True)
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return Answer(status=404, text=text)
+    if isinstance(error, FileExistsError):
+        return Answer(status=412, text=text)
+    # gcsfs makes a plain OSError of a 403, whose text is all it keeps.
+    if isinstance(error, PermissionError) or text.startswith("Forbidden: "):
+        return Answer(status=403, text=text)
+    transport = (
+        isinstance(error, TimeoutError | ConnectionError | EOFError | asyncio.TimeoutError)
+        or any(base.__name__ in _TRANSPORT_TYPES for base in type(error).__mro__)
+        or getattr(error, "errno", None) in (errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EIO)
+    )
+    answer = Answer(
+        text=f"{name}: {text}",
+        is_transport=transport,
+        never_began=getattr(error, "errno", None) in NEVER_BEGAN,
+    )
+    return with_python_reason(answer, error)

@@ -51,8 +51,8 @@ from dcpstore.store.base import (
     joined,
     limits_of,
 )
-from dcpstore.store.engine import Asked, Engine, check_condition, from_fsspec
-from dcpstore.store.fsspec_clients import FsspecClients, run_within, sync_within
+from dcpstore.store.engine import Asked, Engine, check_condition
+from dcpstore.store.fsspec_clients import FsspecClients, from_fsspec, run_within, sync_within
 from dcpstore.store.retry import (
     RetryPolicy,
     TimeLimit,

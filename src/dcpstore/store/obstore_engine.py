@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from io import FileIO
@@ -44,11 +46,16 @@ from dcpstore.store.base import (
     num_bytes_of,
 )
 from dcpstore.store.engine import (
+    NEVER_BEGAN,
+    NO_CREDENTIALS,
+    Answer,
     Asked,
     Engine,
     Publication,
-    from_obstore,
-    was_completing,
+    from_answer,
+    no_connection,
+    trimmed,
+    unresolved,
 )
 from dcpstore.store.http_ranges import HttpRanges, speaks_plain_http
 from dcpstore.store.options import ObstoreSettings, translate
@@ -224,7 +231,9 @@ class ObstoreStore(Engine):
     """
 
     _foreign_errors = (BaseError, OSError, ValueError)
-    _map_error = staticmethod(from_obstore)
+
+    def _map_error(self, asked: Asked, error: BaseException) -> CheckpointError:
+        return from_obstore(asked, error)
 
     def _connect(self) -> None:
         location, policy = self._location, self._part_policy
@@ -486,3 +495,91 @@ def _read_exactly(file: FileIO, piece: memoryview) -> bool:
             return False
         at += count
     return True
+
+
+# --- what its errors say ------------------------------------------------------------------
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_COMPLETING = re.compile(
+    r"performing (?:(?:POST|DELETE) \S*[?&]uploadId=|PUT \S*[?&]comp=blocklist)"
+)
+# What obstore shows of the reason why no connection came about, in the text for debugging.
+_REFUSED = re.compile(r"kind: (ConnectionRefused|HostUnreachable|NetworkUnreachable)")
+_UNRESOLVED = re.compile(r'"dns error".{0,200}?error: "([^"]*)"', re.DOTALL)
+_BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*((?:\w+[\s(]*)+)")
+_TIMED_OUT = re.compile(r"HttpError \{\s*kind: Timeout")
+_TRANSPORT = re.compile(
+    r"error sending request|connect|timed? ?out|reset|broken pipe|incomplete|closed before|"
+    r"end of file|\beof\b|body error|decoding|error reading a body|dns",
+    re.IGNORECASE,
+)
+
+
+def from_obstore(asked: Asked, error: BaseException) -> CheckpointError:
+    """Map an error of obstore (or of the Python callbacks it calls)."""
+    text, _, debug = str(error).partition("\n\nDebug source:")
+    name = type(error).__name__
+    if name in ("UnknownConfigurationKeyError", "NotSupportedError", "InvalidPathError"):
+        return ConfigError(f"{asked}: {trimmed(text)}")
+    if isinstance(error, ValueError):
+        return ConfigError(f"{asked}: the key or an option is not valid: {trimmed(text)}")
+    return from_answer(asked, _with_obstore_reason(_read_obstore(name, error, text), debug))
+
+
+def was_completing(error: BaseException | None) -> bool:
+    """Tell whether an error of obstore may have come when all parts of an upload were there.
+
+    That is, of the request that completes it, or of the one that obstore aborts it with then:
+    obstore shows the last error only.
+    """
+    return _COMPLETING.search(str(error)) is not None
+
+
+def _read_obstore(name: str, error: BaseException, text: str) -> Answer:
+    status = _STATUS.search(text)
+    code = _CODE.search(text)
+    message = _MESSAGE.search(text)
+    os_error = _OS_ERROR.search(text)
+    known = {
+        "AlreadyExistsError": 412,
+        "PreconditionError": 412,
+        "PermissionDeniedError": 403,
+        "UnauthenticatedError": 401,
+    }.get(name)
+    if known is None and isinstance(error, FileNotFoundError):
+        known = 404
+    if known is None and "without LOCATION" in text:
+        known = 301
+    number = known or (int(status.group(1)) if status else None)
+    return Answer(
+        status=number,
+        code=code.group(1) if code else None,
+        text=trimmed(message.group(1) if message else _first_sentence(text)),
+        is_transport=number is None and _TRANSPORT.search(text) is not None,
+        never_began=os_error is not None and int(os_error.group(1)) in NEVER_BEGAN,
+        no_credentials=any(word in text for word in NO_CREDENTIALS),
+    )
+
+
+def _with_obstore_reason(answer: Answer, debug: str) -> Answer:
+    """Add why there was no connection, or no answer."""
+    if not answer.is_transport:
+        return answer
+    if found := _BAD_CERTIFICATE.search(debug):
+        said = " ".join(re.findall(r"\w+", found[1]))
+        return replace(answer, text=said, untrusted=True)
+    if found := _UNRESOLVED.search(debug):
+        return unresolved(answer, trimmed(found[1]))
+    if found := _REFUSED.search(debug):
+        return replace(answer, text=no_connection(found[1]), unreachable=True)
+    if _TIMED_OUT.search(debug):
+        return replace(answer, text="no answer in time")
+    return answer
+
+
+def _first_sentence(text: str) -> str:
+    """Drop the location and the address that obstore writes in front of the reason."""
+    return text.rsplit(" - ", 1)[-1] if " - " in text else text

@@ -35,9 +35,8 @@ from dcpstore.store.engine import (
     Publication,
     check_condition,
     from_answer,
-    from_fsspec,
 )
-from dcpstore.store.fsspec_clients import FsspecClients, sync_within
+from dcpstore.store.fsspec_clients import FsspecClients, from_fsspec, sync_within
 from dcpstore.store.ranges import cut
 from dcpstore.store.retry import call_with_retries, copy_with_retries
 

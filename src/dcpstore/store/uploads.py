@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dcpstore.errors import NotFoundError, StoreError
-from dcpstore.store.engine import Asked, from_fsspec
+from dcpstore.store.engine import Asked
 from dcpstore.store.folder import parse_location
+from dcpstore.store.fsspec_clients import from_fsspec
 from dcpstore.store.fsspec_engine import TEMPORARY
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 
