@@ -44,7 +44,6 @@ from dcpstore.ranks.group import (
     Blob,
     Cause,
     Decision,
-    LaneOrder,
     RankGroup,
     describe,
 )
@@ -71,8 +70,8 @@ BULK_BYTES = 256 * 1024
 class Bulk:
     """One rank's lanes, and the large values that travel on them.
 
-    Lanes are opened by all ranks at once when the coordinator orders it, and kept for later
-    steps. An order names them: a rank whose lanes broke meanwhile has none of that name.
+    Lanes are opened by all ranks at once when the coordinator names new ones, and kept for later
+    steps.
 
     Args:
         group: Whose coordinator values go to and parts come from.
@@ -112,44 +111,42 @@ class Bulk:
         is_large = self._maker is not None and len(blob) > self._bulk_bytes
         return len(blob) if is_large else 0
 
-    def order(self, number: int, answers: Sequence[Answer]) -> LaneOrder:
-        """Coordinator only: take the lanes that all ranks hold, or have them open new ones."""
+    def choose(self, number: int, answers: Sequence[Answer]) -> str:
+        """Coordinator only: name the lanes that all ranks hold, or new ones to open."""
         held = {answer.lanes for answer in answers}
         name = held.pop()
-        is_fresh = bool(held) or not name
-        if is_fresh:
-            # The token keeps a job that makes its process groups anew on the same store from
-            # finding the addresses of its earlier lanes.
-            name = f"{self._namespace}/lanes/{number}-{secrets.token_hex(4)}"
-        return LaneOrder(name, is_fresh)
+        if name and not held:
+            return name
+        # The token keeps a job that makes its process groups anew on the same store from
+        # finding the addresses of its earlier lanes.
+        return f"{self._namespace}/lanes/{number}-{secrets.token_hex(4)}"
 
-    def take(self, order: LaneOrder, timeout_s: float) -> Lanes:
-        """All ranks: return the lanes of an order, opened if it says so.
+    def take(self, name: str, timeout_s: float) -> Lanes:
+        """All ranks: return the lanes of a name, opened if this rank has no such.
 
         Raises:
             ConnectionError: If they broke on this rank.
         """
-        held = self.lanes
-        if held is not None and held.name == order.name:
-            return held
-        if not order.is_fresh or self._maker is None:
+        lanes = self._lanes
+        if self._maker is not None and (lanes is None or lanes.name != name):
+            if lanes is not None:
+                lanes.close()
+            lanes = self._lanes = self._maker(name, timeout_s)
+        if lanes is None or not lanes.is_healthy:
             raise ConnectionError("the lanes of this rank broke in this step")
-        if self._lanes is not None:
-            self._lanes.close()
-        self._lanes = self._maker(order.name, timeout_s)
-        return self._lanes
+        return lanes
 
-    def push(self, order: LaneOrder, own: Blob, remaining_s: Remaining) -> None:
+    def push(self, name: str, own: Blob, remaining_s: Remaining) -> None:
         """All ranks but the coordinator: send it this rank's value, if it is large."""
-        lanes = self.take(order, remaining_s())
+        lanes = self.take(name, remaining_s())
         if self.size_by_lane(own):
             _send_each(lanes, {self._group.coordinator: own}, remaining_s)
 
     def pull(
-        self, order: LaneOrder, sizes_bytes: Mapping[int, int], remaining_s: Remaining
+        self, name: str, sizes_bytes: Mapping[int, int], remaining_s: Remaining
     ) -> dict[int, Blob]:
         """Coordinator only: receive the large values of those ranks that announced one."""
-        return _receive_each(self.take(order, remaining_s()), sizes_bytes, remaining_s)
+        return _receive_each(self.take(name, remaining_s()), sizes_bytes, remaining_s)
 
     def distribute(
         self, decision: Decision, parts: Sequence[Blob], remaining_s: Remaining
@@ -161,9 +158,9 @@ class Bulk:
             parts: All of them, on the coordinator.
             remaining_s: Seconds left.
         """
-        if decision.order is None:
+        if not decision.lanes:
             return None
-        lanes = self.take(decision.order, remaining_s())
+        lanes = self.take(decision.lanes, remaining_s())
         sizes = decision.bulk_bytes
         rank, root = self._group.rank, self._group.coordinator
         own_size = sizes[0 if decision.is_shared else rank]
@@ -489,12 +486,12 @@ class BoardGroup(RankGroup):
         if decision.is_failed:
             self._board.settle(call.key("d"), decision.encode())
             return
-        order = self._bulk.order(call.number, answers)
+        lanes = self._bulk.choose(call.number, answers)
         blobs = {rank: a.blob for rank, a in enumerate(answers) if a.blob is not None}
         sizes = {rank: a.bulk_bytes for rank, a in enumerate(answers) if a.bulk_bytes}
         if sizes:
-            self._board.post(call.key("g"), Decision(order=order).encode())
-            blobs |= self._bulk.pull(order, sizes, call.left_s)
+            self._board.post(call.key("g"), Decision(lanes=lanes).encode())
+            blobs |= self._bulk.pull(lanes, sizes, call.left_s)
         values = [
             call.values[0] if rank == self.rank else _load(blobs[rank], f"the value of rank {rank}")
             for rank in range(self.size)
@@ -509,9 +506,9 @@ class BoardGroup(RankGroup):
                 b"" if rank == self.rank else _dump(result, f"the part of rank {rank}")
                 for rank, result in enumerate(call.results)
             ]
-        self._hand_out(call, order)
+        self._hand_out(call, lanes)
 
-    def _hand_out(self, call: _Call[T, R], order: LaneOrder) -> None:
+    def _hand_out(self, call: _Call[T, R], lanes: str) -> None:
         """Post the small parts, then settle that the step goes on."""
         is_shared = len(call.parts) == 1
         sizes = tuple(self._bulk.size_by_lane(part) for part in call.parts)
@@ -522,7 +519,7 @@ class BoardGroup(RankGroup):
                 posted.append(key)
         decision = Decision(
             is_complete=True,
-            order=order if call.opens_lanes or any(sizes) else None,
+            lanes=lanes if call.opens_lanes or any(sizes) else "",
             bulk_bytes=sizes,
             is_shared=is_shared,
         )
@@ -537,9 +534,8 @@ class BoardGroup(RankGroup):
             [call.key("d")], call.left_s(), unless=go
         ):
             told = self._board.fetch([go]).get(go)
-            order = None if told is None else Decision.decode(told).order
-            if order is not None:
-                self._bulk.push(order, own, call.left_s)
+            if told is not None:
+                self._bulk.push(Decision.decode(told).lanes, own, call.left_s)
         return self._await(call, "u")
 
     def _forget_earlier(self, call: _Call[T, R], decision: Decision) -> None:

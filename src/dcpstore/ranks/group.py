@@ -187,19 +187,6 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneOrder:
-    """Which lanes to use for the values of a step.
-
-    Args:
-        name: The lanes' name.
-        is_fresh: Whether those ranks that have none of this name are to open them.
-    """
-
-    name: str
-    is_fresh: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """What one rank posts in a step.
 
@@ -236,14 +223,14 @@ class Decision:
         failures: Cause per failing rank. Empty: all is well.
         is_complete: Whether every rank is known to have answered, so that none can want
             anything of an earlier step.
-        order: The lanes to use from here on, where any.
+        lanes: Name of the lanes to use from here on; empty if none.
         bulk_bytes: Sizes of the parts that travel by lane: none, one for all, or one per rank.
         is_shared: Whether all ranks get the same part.
     """
 
     failures: Mapping[int, Cause] = field(default_factory=dict)
     is_complete: bool = False
-    order: LaneOrder | None = None
+    lanes: str = ""
     bulk_bytes: tuple[int, ...] = ()
     is_shared: bool = True
 
