@@ -94,17 +94,17 @@ class StoreLimits:
         Raises:
             ConfigError: Telling how long it may be.
         """
-        found = _excess(self.max_key_bytes, len(key), key, "bytes") or (
-            self.max_key_chars is not None
-            and len(key) > self.max_key_chars
-            and f"{len(key)} characters, and {max(0, self.max_key_chars)} are left below this URL"
-        )
-        if not found and self.max_name_bytes is not None and 4 * len(key) > self.max_name_bytes:
-            names = key.split("/")
-            longest = max(names, key=len)
-            found = _excess(self.max_name_bytes, len(longest), longest, "bytes between slashes")
-        if found:
-            raise ConfigError(f"the key {key!r} is too long: it has {found}. Choose a shorter URL")
+        longest = max(key.split("/"), key=_num_encoded)
+        for most, size, unit in (
+            (self.max_key_bytes, _num_encoded(key), "bytes"),
+            (self.max_key_chars, len(key), "characters"),
+            (self.max_name_bytes, _num_encoded(longest), "bytes between slashes"),
+        ):
+            if most is not None and size > most:
+                raise ConfigError(
+                    f"the key {key!r} is too long: it has {size} {unit}, and {max(0, most)} may be"
+                    " below this URL. Choose a shorter one"
+                )
 
     def check_put(self, key: str, num_bytes: int) -> None:
         """Refuse an object that is too large for one request.
@@ -163,11 +163,8 @@ def limits_of(scheme: str) -> StoreLimits:
     return _KNOWN.get(scheme, NO_LIMITS)
 
 
-def _excess(most: int | None, num_chars: int, text: str, unit: str) -> str:
-    if most is None or 4 * num_chars <= most:  # a character has four bytes at most
-        return ""
-    num_bytes = len(text.encode())
-    return f"{num_bytes} {unit}, and {max(0, most)} may be" if num_bytes > most else ""
+def _num_encoded(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
 
 
 NO_LIMITS = StoreLimits()

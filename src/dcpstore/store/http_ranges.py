@@ -133,20 +133,14 @@ class HttpRanges:
                     raise
 
     def _take(self, place: str, until_s: float) -> _Connection:
-        connection = self._take_idle(place)
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
         left_s = max(_LEAST_S, until_s - monotonic())
         if connection is None:
-            connection = _Connection(place, min(self._connect_timeout_s, left_s))
+            connection = _Connection(place, timeout=min(self._connect_timeout_s, left_s))
             connection.connect()
         connection.limit(min(self._read_timeout_s, left_s), until_s)
         return connection
-
-    def _take_idle(self, place: str) -> _Connection | None:
-        with self._lock:
-            for number in reversed(range(len(self._idle))):
-                if self._idle[number].place == place:
-                    return self._idle.pop(number)
-        return None
 
     def _keep(self, connection: _Connection) -> None:
         if connection.sock is not None:  # or the server asked to close it
@@ -173,11 +167,8 @@ class _Socket(socket.socket):
 class _Connection(http.client.HTTPConnection):
     """A connection that is closed on errors and can be interrupted."""
 
-    def __init__(self, place: str, timeout_s: float) -> None:
-        super().__init__(place, timeout=timeout_s)
-        self.place = place
-        self.was_kept = False
-        self._own: _Socket | None = None
+    was_kept = False
+    _own: _Socket | None = None
 
     def connect(self) -> None:
         """Connect."""

@@ -449,7 +449,7 @@ class RetryingStore(WrappedStore):
             send,
             self._policy,
             place=self._limiter.slot,
-            may_repeat=_if_throttled if is_put and call.mode != "overwrite" else _if_retryable,
+            only_if_throttled=is_put and call.mode != "overwrite",
             # Who puts has looked before, maybe in another process.
             has_answered=lambda: self._has_answered or is_put,
             clock=self._clock,
@@ -491,7 +491,7 @@ def call_with_retries(
     policy: RetryPolicy,
     *,
     place: Callable[[], AbstractContextManager[None]] = nullcontext,
-    may_repeat: Callable[[StoreError], bool] | None = None,
+    only_if_throttled: bool = False,
     has_answered: Callable[[], bool] = lambda: True,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -504,7 +504,7 @@ def call_with_retries(
             try may change.
         policy: How long to keep trying.
         place: Held during each try. The wait for the first one is not part of the deadline.
-        may_repeat: Which errors to repeat after; None for the retryable ones.
+        only_if_throttled: Repeat after no other error, however retryable.
         has_answered: Whether the server is known to be one.
         clock: Monotonic seconds.
         sleep: Called between attempts.
@@ -513,7 +513,6 @@ def call_with_retries(
     Raises:
         StoreError: The last one, with the number of attempts and the time they took.
     """
-    may_repeat = may_repeat or _if_retryable
     rng = rng or random.Random()
     began_s = 0.0
     num_failures = 0
@@ -532,7 +531,7 @@ def call_with_retries(
             if not isinstance(error, StoreError):
                 raise
             num_failures += 1
-            if not may_repeat(error):
+            if not (error.throttled if only_if_throttled else error.retryable):
                 raise
             spent_s = clock() - began_s
             delay_s = policy.delay_s(num_failures, rng.random(), error.retry_after_s)
@@ -556,14 +555,6 @@ def read_twice_if_damaged(read: Callable[[], _T]) -> _T:
     except CorruptError as error:
         logger.warning("%s; fetching it again in case it was damaged on the way", error)
         return read()
-
-
-def _if_retryable(error: StoreError) -> bool:
-    return error.retryable
-
-
-def _if_throttled(error: StoreError) -> bool:
-    return error.throttled
 
 
 def _sort_of(error: StoreError) -> str:

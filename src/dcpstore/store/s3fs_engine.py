@@ -286,15 +286,11 @@ class S3fsStore(Engine):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""
         asked = Asked("list", prefix, self.url)
-        more: dict[str, Any] = {}
-        while True:
-            page = self.send(asked, "list_objects_v2", Prefix=self._root + prefix, **more)
+        send = partial(self.send, asked, "list_objects_v2", Prefix=self._root + prefix)
+        for page in pages_of(send, {"ContinuationToken": "NextContinuationToken"}):
             for one in page.get("Contents", ()):
                 key = one["Key"].removeprefix(self._root)
                 yield ObjectInfo(key, one["Size"], one.get("ETag") or None, one["LastModified"])
-            if not page.get("IsTruncated"):
-                return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
         asked = Asked(f"delete {len(paths)} objects, first", paths[0], self.url)
@@ -361,6 +357,24 @@ class S3fsStore(Engine):
             return answer
 
         return self._ask(asked, call)
+
+
+def pages_of(
+    send: Callable[..., dict[str, Any]], marks: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the pages of a listing.
+
+    Args:
+        send: Asks for a page.
+        marks: By the parameter that asks for the next page, where its value is in an answer.
+    """
+    more: dict[str, Any] = {}
+    while True:
+        page = send(**more)
+        yield page
+        if not page.get("IsTruncated"):
+            return
+        more = {name: page[told] for name, told in marks.items()}
 
 
 async def _get_object(fs: Any, pause_s: float, **more: Any) -> tuple[dict[str, Any], bytes]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,12 +30,12 @@ from dcpstore.store.folder import parse_location
 from dcpstore.store.fsspec_clients import from_fsspec
 from dcpstore.store.fsspec_engine import TEMPORARY
 from dcpstore.store.retry import RetryPolicy, call_with_retries
+from dcpstore.store.s3fs_engine import S3fsStore, pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dcpstore.store.base import Location
-    from dcpstore.store.s3fs_engine import S3fsStore
 
 
 _STAGED = re.compile(r"(.+)#\d+")  # as obstore names a local file that is being written
@@ -97,8 +98,6 @@ def open_uploads_at(
     """
     location = parse_location(url)
     if location.scheme == "s3":
-        from dcpstore.store.s3fs_engine import S3fsStore
-
         return S3Uploads(S3fsStore(location, storage_options), location, retry or RetryPolicy())
     if location.scheme == "file":
         return LocalUploads(location)
@@ -122,40 +121,31 @@ class S3Uploads:
     def list(self) -> Iterator[OpenUpload]:
         """Yield every unfinished upload; follows pages. One more request per upload."""
         asked = Asked("list the open uploads below", "", self._store.url)
-        more: dict[str, str] = {}
-        while True:
-            page = self._call(asked, "list_multipart_uploads", Prefix=self._root, **more)
+        send = partial(self._call, asked, "list_multipart_uploads", Prefix=self._root)
+        marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in pages_of(send, marks):
             for one in page.get("Uploads", ()):
                 yield self._describe(one["Key"], one["UploadId"], one.get("Initiated"))
-            if not page.get("IsTruncated"):
-                return
-            more = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
 
     def _describe(self, path: str, upload_id: str, begun: datetime | None) -> OpenUpload:
         """Look at the parts: an upload that began long ago may still be under way."""
         key = path.removeprefix(self._root)
         asked = Asked("list the parts of", key, self._store.url)
         size_bytes, modified = 0, begun
-        more: dict[str, Any] = {}
+        send = partial(self._call, asked, "list_parts", Key=path, UploadId=upload_id)
         try:
-            while True:
-                page = self._call(asked, "list_parts", Key=path, UploadId=upload_id, **more)
+            for page in pages_of(send, {"PartNumberMarker": "NextPartNumberMarker"}):
                 for part in page.get("Parts", ()):
                     size_bytes += part["Size"]
                     came = part.get("LastModified")
                     modified = max((t for t in (modified, came) if t is not None), default=None)
-                if not page.get("IsTruncated"):
-                    return OpenUpload(key, upload_id, modified, size_bytes)
-                more = {"PartNumberMarker": page["NextPartNumberMarker"]}
         except NotFoundError:
-            return OpenUpload(key, upload_id, modified, size_bytes)  # it ended meanwhile
+            pass  # it ended meanwhile
         except StoreError as error:
             if not error.denied:
                 raise
             return OpenUpload(key, upload_id, begun)
+        return OpenUpload(key, upload_id, modified, size_bytes)
 
     def abort(self, upload: OpenUpload) -> None:
         """Abort one upload."""
