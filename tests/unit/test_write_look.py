@@ -119,4 +119,4 @@ def test_a_rank_that_saves_for_itself_does_not_replace_what_all_saved(overwrite:
     writer = writer_on(store, overwrite=overwrite)
     writer.set_up_storage_writer(True, rank=1, use_collectives=False)
     with pytest.raises(AlreadyExistsError, match="all ranks saved together"):
-        writer.await_look()
+        writer.await_probe()

@@ -134,7 +134,7 @@ def test_whole_parts_of_a_host_tensor_are_lent_and_the_rest_is_copied() -> None:
     uploads = upload(sink, [tensor])
     assert sink.objects["object"] == b"h" * 64 + tensor.numpy().tobytes()
     assert [is_lent(one, tensor) for one in sink.addresses] == [False, True, True, False]
-    assert uploads.peak_bytes <= 2 * PART, "memory was made for parts that were lent"
+    assert uploads.pool.peak_bytes <= 2 * PART, "memory was made for parts that were lent"
 
 
 def test_a_store_that_gathers_reads_host_tensors_where_they_lie() -> None:
@@ -148,7 +148,7 @@ def test_a_store_that_gathers_reads_host_tensors_where_they_lie() -> None:
     lent = [any(is_lent(one, tensor) for tensor in tensors) for one in sink.addresses]
     # Of the last part, the end of one tensor is too short to lend, the other one is not.
     assert lent == [False, True, True, True, False, True, False]
-    assert uploads.peak_bytes <= 2 * PART, "memory was made for parts that were lent"
+    assert uploads.pool.peak_bytes <= 2 * PART, "memory was made for parts that were lent"
 
 
 @pytest.mark.timeout(20)
@@ -163,7 +163,7 @@ def test_as_many_lent_parts_are_in_flight_as_told_whatever_the_memory(max_upload
             stream.write(b"h" * 64)
             stream.write_tensor(tensor)
         stream.finish()
-    assert uploads.peak_bytes <= 2 * PART
+    assert uploads.pool.peak_bytes <= 2 * PART
     assert sink.objects["object"] == 2 * max_uploads * (b"h" * 64 + bytes(PART - 64))
 
 
@@ -186,7 +186,7 @@ def test_parts_of_every_mix_stay_within_the_budget(num_parts: int) -> None:
                 expected.append(data + bytes(tensor.contiguous().numpy()))
             stream.finish()
     assert b"".join(sink.objects[key] for key in "abc") == b"".join(expected)
-    assert uploads.peak_bytes <= num_parts * PART
+    assert uploads.pool.peak_bytes <= num_parts * PART
     touched = {
         page
         for at, size in sink.copied

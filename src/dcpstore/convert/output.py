@@ -131,7 +131,7 @@ class Outputs:
     @property
     def peak_bytes(self) -> int:
         """Memory that the parts took."""
-        return self._uploads.peak_bytes
+        return self._uploads.pool.peak_bytes
 
     @contextmanager
     def write(self, key: str) -> Iterator[ObjectStream]:

@@ -83,7 +83,7 @@ def agree_on_save_plan(
         except IncompatibleError:
             return None
         if group.is_coordinator:
-            writer.await_look()
+            writer.await_probe()
         digest = packed.digest
         return packed
 

@@ -203,7 +203,7 @@ class WriteJob:
             num_objects=len(uploads.objects),
             num_requests=uploads.num_requests,
             stored_bytes=sum(stored.size_bytes for stored in uploads.objects.values()),
-            peak_bytes=uploads.peak_bytes,
+            peak_bytes=uploads.pool.peak_bytes,
         )
         self._warn_of_refused()
         with collector_paused():

@@ -187,15 +187,6 @@ def _give_back(
 _ALIGNMENT = 64
 
 
-@dataclass(slots=True)
-class _Run:
-    """Bytes copied one behind the other into one memory."""
-
-    memory: Slab
-    start: int
-    end: int
-
-
 class PartInMemory:
     """A part on its way: pieces of memory, one behind the other.
 
@@ -214,16 +205,14 @@ class PartInMemory:
         self.lent: set[int] = set()  # which of the pieces belong to tensors
         self.events: dict[torch.device, torch.cuda.Event] = {}
         """Per CUDA device, the end of queued copies; it must come before a read."""
-        self._pieces: list[Bytes] = []
+        self._pieces: list[tuple[Bytes, int, int]] = []  # memory, and begin and end there
         self._scratch_bytes = 0
-        self._run: _Run | None = None
         self._checked: list[tuple[BlockChecksummer, Bytes]] = []
 
     def lend(self, array: Bytes, checksummer: BlockChecksummer | None) -> None:
         """Append bytes where they lie."""
-        self._end_run()
         self.lent.add(len(self._pieces))
-        self._pieces.append(array)
+        self._pieces.append((array, 0, len(array)))
         self._advance(array, checksummer)
 
     def place_of(self, num_bytes: int) -> tuple[Slab, int] | None:
@@ -242,14 +231,13 @@ class PartInMemory:
         self, memory: Slab, at: int, num_bytes: int, checksummer: BlockChecksummer | None
     ) -> None:
         """Append bytes that were just written where `place_of` said."""
-        run = self._run
-        if run is None or run.memory is not memory or run.end != at:
-            self._end_run()
-            self._run = run = _Run(memory, at, at)
-        run.end = at + num_bytes
+        begin, end = at, at + num_bytes
+        if self._pieces and self._pieces[-1][0] is memory.array and self._pieces[-1][2] == at:
+            _, begin, _ = self._pieces.pop()  # goes on where the last copy ended
+        self._pieces.append((memory.array, begin, end))
         if memory is self.scratch:
-            self._scratch_bytes = run.end
-        self._advance(memory.array[at : run.end], checksummer)
+            self._scratch_bytes = end
+        self._advance(memory.array[at:end], checksummer)
 
     def _advance(self, array: Bytes, checksummer: BlockChecksummer | None) -> None:
         if checksummer is not None:
@@ -257,15 +245,9 @@ class PartInMemory:
         self.num_bytes += len(array)
         self.room_bytes -= len(array)
 
-    def _end_run(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            self._pieces.append(run.memory.array[run.start : run.end])
-
     def seal(self) -> list[Bytes]:
         """Return the pieces; there will be no others."""
-        self._end_run()
-        return self._pieces
+        return [array[begin:end] for array, begin, end in self._pieces]
 
     def seal_copies(self) -> None:
         """Note where the copies that were queued so far end."""
@@ -397,7 +379,7 @@ class ObjectStream(io.RawIOBase):
             part.scratch = self._uploads.take_scratch()
         place = part.place_of(num_bytes)
         if place is None:
-            part.slab = self._uploads.take_slab()
+            part.slab = self._uploads.pool.acquire_slab()
             place = part.slab, part.num_bytes
         return place
 
@@ -449,17 +431,20 @@ class Uploads:
         self._pin = pin
         self._executor = ThreadPoolExecutor(config.max_uploads, "dcpstore-upload")
         self._failed = threading.Event()
-        self._pool = self._make_pool(config)
+        num_slabs = config.budget_bytes // self.part_bytes
+        # An upload begins once it has two parts.
+        num_places = max(2, config.max_uploads)
+        if not store.capabilities.gathers_parts:
+            num_places = min(num_places, num_slabs)  # it copies what it is lent
+        self.pool = SlabPool(
+            num_places, num_slabs, self.part_bytes, self._make_slab, self._failed.is_set
+        )
+        """Memory for what is copied."""
         self._open: ObjectStream | None = None
         self._lent: list[weakref.ref[Bytes]] = []
         self._futures: dict[str, Future[DataObject]] = {}
         self.objects: dict[str, DataObject] = {}
         self.num_requests = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Memory that the slabs took."""
-        return self._pool.peak_bytes
 
     def __enter__(self) -> Uploads:
         return self
@@ -490,26 +475,13 @@ class Uploads:
         """
         if self._failed.is_set():
             raise Cancelled
-        self._pool.acquire_place()
+        self.pool.acquire_place()
 
     def take_scratch(self) -> Slab | None:
         """Take memory for the little that a part with a place copies; None if it needs a slab."""
         if not self.has_lent or not self._store.capabilities.gathers_parts:
             return None
-        return self._pool.acquire_scratch()
-
-    def take_slab(self) -> Slab:
-        """Take memory for a part that has a place, waiting for it."""
-        return self._pool.acquire_slab()
-
-    def _make_pool(self, config: WriteConfig) -> SlabPool:
-        num_slabs = config.budget_bytes // self.part_bytes
-        # An upload begins once it has two parts.
-        num_places = max(2, config.max_uploads)
-        if not self._store.capabilities.gathers_parts:
-            num_places = min(num_places, num_slabs)  # it copies what it is lent
-        cancelled = self._failed.is_set
-        return SlabPool(num_places, num_slabs, self.part_bytes, self._make_slab, cancelled)
+        return self.pool.acquire_scratch()
 
     def _make_slab(self, num_bytes: int) -> Slab:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
@@ -574,7 +546,7 @@ class Uploads:
                 break
             part.wait_and_check()
             num_bytes = part.num_bytes
-            leases = self._pool.lease(part.seal(), part.slab, part.scratch)
+            leases = self.pool.lease(part.seal(), part.slab, part.scratch)
             self._lent.extend(weakref.ref(leases[number]) for number in part.lent)
             views = tuple(lease.data for lease in leases)
             del leases, part

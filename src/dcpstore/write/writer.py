@@ -58,8 +58,8 @@ from dcpstore.write.commit import (
 from dcpstore.write.job import WriteJob, WriteStats, Written
 
 
-class Look:
-    """A look at the metadata of one checkpoint, in a thread of its own.
+class BackgroundProbe:
+    """Finds out whether a checkpoint exists, in a thread of its own.
 
     One request's delay, which planning hides. Its outcome must be known before anything is
     written. One that nobody asks for its outcome ends by itself.
@@ -74,7 +74,7 @@ class Look:
         self._store = store
         self._metadata_key = metadata_key
         self._overwrite = overwrite
-        executor = ThreadPoolExecutor(2, "dcpstore-look")
+        executor = ThreadPoolExecutor(2, "dcpstore-probe")
         self._found = executor.submit(probe, store, metadata_key)
         is_of_all = metadata_key == METADATA_KEY
         self._of_all = None if is_of_all else executor.submit(probe, store, METADATA_KEY)
@@ -166,7 +166,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._is_coordinator = True
         self._rank: int | None = None
         self._use_collectives = True
-        self._look: Look | None = None
+        self._probe: BackgroundProbe | None = None
         self._found: Found | None = None
         self._keys: list[str] = []
         self._is_seal_begun = False
@@ -195,7 +195,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._use_collectives = kwargs.get("use_collectives", True)
         if is_coordinator or not self._use_collectives:
             store = self._folder.open()
-            self._look = Look(store, self._metadata_key, overwrite=self._overwrite)
+            self._probe = BackgroundProbe(store, self._metadata_key, overwrite=self._overwrite)
 
     @property
     def _metadata_key(self) -> str:
@@ -205,17 +205,17 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         """Return the plan as it is."""
         return plan
 
-    def await_look(self) -> None:
+    def await_probe(self) -> None:
         """Wait for what `set_up_storage_writer` began. No other rank may have begun to write.
 
-        Does nothing on ranks that do not look. `prepare_global_plan` calls it; who coordinates
+        Does nothing on other ranks. `prepare_global_plan` calls it; who coordinates
         in another way has to.
 
         Raises:
             AlreadyExistsError: If a checkpoint exists and ``overwrite=False``.
         """
-        if self._look is not None:
-            self._found = self._look.found()
+        if self._probe is not None:
+            self._found = self._probe.found()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank its number, for the names of its objects. Coordinator only.
@@ -223,7 +223,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         Raises:
             AlreadyExistsError: If a checkpoint exists and ``overwrite=False``.
         """
-        self.await_look()
+        self.await_probe()
         if not self._use_collectives:
             return plans  # this rank's plan alone, which is not rank 0's
         return [
@@ -239,7 +239,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         """
         self._refresh_save_id()
         self._is_save_id_used = True
-        self.await_look()
+        self.await_probe()
         store = self._folder.open()
         rank = plan.storage_data.rank if isinstance(plan.storage_data, _RankNumber) else None
         job = WriteJob(store, self._config, self._extensions, planner, self._save_id, self._meter)
@@ -363,7 +363,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         ordered.update({one: w.item for one, w in by_id.items() if one not in ordered})
         metadata.version = dcp_format_version()
         metadata.storage_data = stock_storage_data({i: w.item for i, w in by_index.items()})
-        metadata.storage_meta = self._storage_meta_of_save()
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, self._save_id)
         paths = planner_paths_of(metadata.planner_data)
         manifest = Manifest(
             save_id=self._save_id,
@@ -379,10 +379,6 @@ class ObjectStoreWriter(InFolder, StorageWriter):
             },
         )
         return pickle.dumps(metadata), encode(manifest)
-
-    def _storage_meta_of_save(self) -> StorageMeta:
-        """Return the URL and the id of the save in progress."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
 
 @dataclass(frozen=True, slots=True)

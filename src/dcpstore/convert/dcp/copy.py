@@ -493,7 +493,7 @@ class MirrorOfOurs:
         save_id = self._writer.storage_meta().save_id
         assert save_id is not None
         self._writer.set_up_storage_writer(True)
-        self._writer.await_look()
+        self._writer.await_probe()
         # It was within the limit of the checkpoint's own config when that was opened.
         manifest = self._checkpoint.discovered.decode_manifest(sys.maxsize)
         items = _by_object(manifest.items.values())
