@@ -320,6 +320,21 @@ def trimmed(text: str) -> str:
 # --- the engines themselves --------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class PartStream:
+    """The parts of a large object, of which the first is a whole one. Holds none of them.
+
+    Attributes:
+        parts: The pieces of one part after the other.
+        part_bytes: Size of every part but the last.
+        max_concurrency: Most parts to send at a time.
+    """
+
+    parts: Iterator[tuple[memoryview, ...]]
+    part_bytes: int
+    max_concurrency: int
+
+
 class Engine(ABC):
     """A `Store` that sends requests, each of them once. Picklable by its configuration.
 
@@ -430,18 +445,12 @@ class Engine(ABC):
                 lambda left_s: self.within(left_s).put(key, whole), self._part_policy
             )
         asked = Asked("put_parts", key, self.url)
-        return self._put_parts(asked, path, chained(held, stream), part_bytes, max_concurrency)
+        parts_left = PartStream(chained(held, stream), part_bytes, max_concurrency)
+        return self._put_parts(asked, path, parts_left)
 
     @abstractmethod
-    def _put_parts(
-        self,
-        asked: Asked,
-        path: str,
-        parts: Iterator[tuple[memoryview, ...]],
-        part_bytes: int,
-        max_concurrency: int,
-    ) -> str | None:
-        """Publish the object once all parts are there, of which the first one is a whole one."""
+    def _put_parts(self, asked: Asked, path: str, stream: PartStream) -> str | None:
+        """Publish the object once all parts are there."""
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Delete objects; a missing one is no error."""

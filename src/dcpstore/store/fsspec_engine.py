@@ -51,7 +51,7 @@ from dcpstore.store.base import (
     joined,
     limits_of,
 )
-from dcpstore.store.engine import Asked, Engine, check_condition
+from dcpstore.store.engine import Asked, Engine, PartStream, check_condition
 from dcpstore.store.fsspec_clients import FsspecClients, from_fsspec, run_within, sync_within
 from dcpstore.store.retry import (
     RetryPolicy,
@@ -150,19 +150,11 @@ class FsspecStore(Engine):
                 check_condition(asked, mode, lambda: self.head(asked.key))
             return self._ask(asked, call)
 
-    def _put_parts(
-        self,
-        asked: Asked,
-        path: str,
-        parts: Iterator[tuple[memoryview, ...]],
-        part_bytes: int,
-        max_concurrency: int,
-    ) -> str | None:
-        del max_concurrency  # a file object takes one part at a time
-        upload = self._ask(asked, lambda: self._upload(path, part_bytes))
+    def _put_parts(self, asked: Asked, path: str, stream: PartStream) -> str | None:
+        upload = self._ask(asked, lambda: self._upload(path, stream.part_bytes))
         try:
             # Only the upload's own errors are mapped; the caller's come through.
-            for part in map(joined, parts):
+            for part in map(joined, stream.parts):  # a file object takes one at a time
                 self._ask(asked, lambda part=part: upload.write(part))  # type: ignore[misc]
                 del part
             return self._ask(asked, upload.finish)

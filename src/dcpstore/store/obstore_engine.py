@@ -51,6 +51,7 @@ from dcpstore.store.engine import (
     Answer,
     Asked,
     Engine,
+    PartStream,
     Publication,
     from_answer,
     no_connection,
@@ -307,26 +308,19 @@ class ObstoreStore(Engine):
         )
         return self._mark(result)
 
-    def _put_parts(
-        self,
-        asked: Asked,
-        path: str,
-        parts: Iterator[tuple[memoryview, ...]],
-        part_bytes: int,
-        max_concurrency: int,
-    ) -> str | None:
-        source = _Source(parts, part_bytes, self._body, waits=bool(self._location.bucket))
+    def _put_parts(self, asked: Asked, path: str, stream: PartStream) -> str | None:
+        source = _Source(stream, self._body, waits=bool(self._location.bucket))
         publication = Publication()
         try:
             result = self._ask(
                 asked,
                 lambda: obstore.put(
-                    self._client("parts", part_bytes),
+                    self._client("parts", stream.part_bytes),
                     path,
                     source,
                     use_multipart=True,
-                    chunk_size=part_bytes,
-                    max_concurrency=max_concurrency,
+                    chunk_size=stream.part_bytes,
+                    max_concurrency=stream.max_concurrency,
                 ),
             )
         except CheckpointError as error:
@@ -425,17 +419,12 @@ class _Source:
     """
 
     def __init__(
-        self,
-        parts: Iterator[tuple[memoryview, ...]],
-        part_bytes: int,
-        body: Callable[[memoryview], memoryview],
-        *,
-        waits: bool,
+        self, stream: PartStream, body: Callable[[memoryview], memoryview], *, waits: bool
     ) -> None:
         self._waits = waits
-        self._part_bytes = part_bytes
+        self._part_bytes = stream.part_bytes
         self._body = body
-        self._parts = parts
+        self._parts = stream.parts
         self._pieces: deque[memoryview] = deque()
         self._sent: list[weakref.ref[memoryview]] = []
         self.error: Exception | None = None

@@ -32,6 +32,7 @@ from dcpstore.store.engine import (
     Answer,
     Asked,
     Engine,
+    PartStream,
     Publication,
     check_condition,
     from_answer,
@@ -223,18 +224,10 @@ class S3fsStore(Engine):
         answer = self.send(asked, "put_object", most_s, Key=path, Body=bytes(body), **more)
         return answer.get("ETag") or None
 
-    def _put_parts(
-        self,
-        asked: Asked,
-        path: str,
-        parts: Iterator[tuple[memoryview, ...]],
-        part_bytes: int,
-        max_concurrency: int,
-    ) -> str | None:
-        del part_bytes
+    def _put_parts(self, asked: Asked, path: str, stream: PartStream) -> str | None:
         upload = _MultipartUpload(self, asked.key, path)
         try:
-            sent, num_bytes = upload.send_all(map(joined, parts), max_concurrency)
+            sent, num_bytes = upload.send_all(map(joined, stream.parts), stream.max_concurrency)
             return upload.complete(sent, num_bytes)
         except BaseException:
             upload.abort()
