@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from dcpstore.format.checksum import BlockChecksummer, crc32c, find_bad_block, num_blocks
 from dcpstore.format.payload import copy_box_in, copy_bytes_out
-from dcpstore.format.record import find_tensor, plan_record
+from dcpstore.format.record import plan_record
 from dcpstore.format.zip import ALIGNMENT_BYTES
+from dcpstore.read.targets import find_tensor
 
 DTYPES = [
     torch.float32,
@@ -135,10 +136,10 @@ def test_any_layout_is_aligned_and_describes_itself(
         lambda start, end: memoryview(layout.header[start:end]), layout.record_bytes
     )
     assert stored is not None
-    assert stored.is_dense
-    assert (stored.dtype, stored.shape) == (dtype, shape)
-    assert stored.payload_offset == layout.payload_offset
-    assert stored.payload_bytes == layout.payload_bytes
+    assert stored.place.is_dense
+    assert (stored.place.dtype, stored.place.sizes) == (dtype, shape)
+    assert stored.storage.start == layout.payload_offset
+    assert stored.storage.num_bytes == layout.payload_bytes
 
 
 @relaxed

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.utils import _ReaderView
 
-from dcpstore.format.record import HEAD_BYTES, find_tensor, plan_record
+from dcpstore.format.record import plan_record
+from dcpstore.read.targets import HEAD_BYTES, find_tensor
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
@@ -76,8 +77,8 @@ def test_its_head_is_read_like_any_other(large) -> None:
     with path.open("rb") as file:
         stored = find_tensor(reader(file, BEFORE), layout.record_bytes)
     assert stored is not None
-    assert stored.is_dense
-    assert stored.payload_bytes == layout.payload_bytes
+    assert stored.place.is_dense
+    assert stored.storage.num_bytes == layout.payload_bytes
 
 
 def test_the_head_of_a_stock_record_of_that_size_is_read(tmp_path: Path) -> None:
@@ -87,6 +88,6 @@ def test_the_head_of_a_stock_record_of_that_size_is_read(tmp_path: Path) -> None
     with path.open("rb") as file:
         stored = find_tensor(reader(file, 0), path.stat().st_size)
         assert stored is not None
-        assert stored.is_dense
-        assert stored.payload_bytes == 2**32 + 8
+        assert stored.place.is_dense
+        assert stored.storage.num_bytes == 2**32 + 8
     path.unlink()

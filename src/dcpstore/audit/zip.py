@@ -22,7 +22,6 @@ from dcpstore.audit.scan import Finding, Piece, Scanner, loss_of
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError, StoreError
 from dcpstore.format.dtypes import dtype_name
-from dcpstore.format.record import find_tensor
 from dcpstore.format.zip import (
     DESCRIPTOR_SIGNATURE,
     END_BYTES,
@@ -36,6 +35,7 @@ from dcpstore.format.zip import (
     read_directory,
     read_local_header,
 )
+from dcpstore.read.targets import find_tensor
 from dcpstore.store.base import ByteRange, Store
 from dcpstore.store.ranges import cut
 
@@ -206,16 +206,16 @@ def _judge_head(expected: Expected, data: _SparseBytes) -> Iterator[Finding]:
     """Compare dtype and shape in the record with what the metadata say."""
     if expected.sizes is None:
         return
-    tensor = find_tensor(data.read, data.num_bytes)
-    if tensor is None:
+    found = find_tensor(data.read, data.num_bytes)
+    if found is None:
         return
-    dtype = dtype_name(tensor.dtype)
-    if (dtype, tensor.shape) != (expected.dtype, expected.sizes):
+    dtype, sizes = dtype_name(found.place.dtype), found.place.sizes
+    if (dtype, sizes) != (expected.dtype, expected.sizes):
         yield expected.finding(
             "mismatch",
-            f"it holds {dtype} of shape {list(tensor.shape)}, the metadata say"
+            f"it holds {dtype} of shape {list(sizes)}, the metadata say"
             f" {expected.dtype} of shape {list(expected.sizes)}",
-            ByteRange(0, tensor.payload_offset),
+            ByteRange(0, found.storage.start),
         )
 
 

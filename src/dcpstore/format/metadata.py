@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from operator import add
 from typing import Any
 
 import torch
@@ -248,34 +249,27 @@ def metadata_of_files(url: str, files: Mapping[str, Sequence[TensorInFile]]) -> 
     storage: dict[MetadataIndex, StoredItem] = {}
     for key, tensors in files.items():
         for tensor in tensors:
-            _add_tensor(entries, storage, key, tensor)
+            dtype = dtype_from_name(tensor.dtype)
+            ends = torch.Size(map(add, tensor.offsets, tensor.sizes))
+            known = entries.get(tensor.fqn)
+            if known is None:
+                known = TensorStorageMetadata(TensorProperties(dtype=dtype), ends, [])
+                entries[tensor.fqn] = known
+            elif known.properties.dtype != dtype or len(known.size) != len(ends):
+                raise IncompatibleError(
+                    f"{key}: {tensor.fqn!r} has another dtype or rank than its shards in other"
+                    " files"
+                )
+            known.size = torch.Size(map(max, known.size, ends))
+            index = MetadataIndex(tensor.fqn, tensor.offsets, len(known.chunks))
+            offsets, sizes = torch.Size(tensor.offsets), torch.Size(tensor.sizes)
+            known.chunks.append(ChunkStorageMetadata(offsets, sizes))
+            storage[index] = StoredItem(
+                key=key,
+                record=tensor.payload,
+                kind="raw",
+                payload=tensor.payload,
+                dtype=tensor.dtype,
+                sizes=tensor.sizes,
+            )
     return Metadata(entries, storage_data=storage, storage_meta=StorageMeta(url))
-
-
-def _add_tensor(
-    entries: dict[str, Any],
-    storage: dict[MetadataIndex, StoredItem],
-    key: str,
-    tensor: TensorInFile,
-) -> None:
-    dtype = dtype_from_name(tensor.dtype)
-    chunk = ChunkStorageMetadata(torch.Size(tensor.offsets), torch.Size(tensor.sizes))
-    ends = [offset + size for offset, size in zip(tensor.offsets, tensor.sizes, strict=True)]
-    known = entries.get(tensor.fqn)
-    if known is None:
-        known = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(ends), [])
-        entries[tensor.fqn] = known
-    elif known.properties.dtype != dtype or len(known.size) != len(ends):
-        raise IncompatibleError(
-            f"{key}: {tensor.fqn!r} has another dtype or rank than its shards in other files"
-        )
-    known.size = torch.Size([max(a, b) for a, b in zip(known.size, ends, strict=True)])
-    known.chunks.append(chunk)
-    storage[MetadataIndex(tensor.fqn, tensor.offsets, len(known.chunks) - 1)] = StoredItem(
-        key=key,
-        record=tensor.payload,
-        kind="raw",
-        payload=tensor.payload,
-        dtype=tensor.dtype,
-        sizes=tensor.sizes,
-    )

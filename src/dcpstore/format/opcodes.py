@@ -68,7 +68,7 @@ _CODES = {one.name: ord(one.code) for one in pickletools.opcodes}
 _NAMES = {ord(one.code): one.name for one in pickletools.opcodes}
 
 
-def lengths_of(names: AbstractSet[str]) -> list[int]:
+def _lengths_of(names: AbstractSet[str]) -> list[int]:
     """Return the length of each of these instructions by opcode; 0 for all others.
 
     Those that say themselves how long they are have the length of that number and of what
@@ -83,7 +83,7 @@ def lengths_of(names: AbstractSet[str]) -> list[int]:
     return lengths
 
 
-_LENGTHS = lengths_of(_METADATA_CODES)
+_LENGTHS = _lengths_of(_METADATA_CODES)
 
 _REFERENCE_BYTES = 16  # a place on the stack and one in what holds it
 # What an instruction leaves in memory, roughly, besides a text's letters.
@@ -111,18 +111,14 @@ def _end_of(data: bytes, at: int, length: int) -> int:
     return at - length + int.from_bytes(data[at + 1 : at - length], "little")
 
 
-def end_of_program(data: bytes, lengths: Sequence[int]) -> int:
-    """Return where a program ends.
-
-    Args:
-        data: Bytes that start with it.
-        lengths: What it may be made of, as `lengths_of` says.
+def end_of_program(data: bytes) -> int:
+    """Return where a pickle of ``torch.save`` ends.
 
     Raises:
         CutShortError: If its end is not there.
-        BadPickleError: If it is made of something else.
+        BadPickleError: If it is made of what torch's own unpickler does not take.
     """
-    return _walk(data, 0, len(data) + 1, lengths)[1]
+    return _walk(data, 0, len(data) + 1, _TORCH_LENGTHS)[1]
 
 
 def _walk(
@@ -310,7 +306,7 @@ _PUSHES = {
 _PUSHES.update({_CODES[name]: 0 for name in ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET")})
 _PUSHES.update({_CODES[name]: _ONE | _INTEGER for name in ("BININT", "BININT1", "BININT2")})
 # What torch's own unpickler takes.
-_TORCH_LENGTHS = lengths_of(
+_TORCH_LENGTHS = _lengths_of(
     {
         *("PROTO", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2"),
         *("LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "GLOBAL", "EMPTY_TUPLE", "TUPLE"),

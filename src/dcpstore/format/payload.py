@@ -256,10 +256,9 @@ def host_payload(tensor: torch.Tensor) -> npt.NDArray[np.uint8] | None:
     Raises:
         ValueError: If the tensor's storage was resized to less than the tensor.
     """
-    if tensor.device.type != "cpu" or not _is_payload(tensor):
-        return None
-    array = _array_over(as_bytes(tensor))
-    array.flags.writeable = False
+    array = writable_payload(tensor)
+    if array is not None:
+        array.flags.writeable = False
     return array
 
 

@@ -121,7 +121,7 @@ def parse_file(header: Buffer, key: str) -> FileHeader:
         about = _mapping(fields.pop("__metadata__", None) or {}, "__metadata__")
         if not all(type(text) is str for text in about.values()):
             raise ValueError("__metadata__ holds something else than texts")
-        shards = _shards(about["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in about else {}
+        shards = _mapping(parse_json(about.get("DCP_SHARDING_INFO", "{}")), "DCP_SHARDING_INFO")
         base = LENGTH_BYTES + len(memoryview(header))
         with collector_paused():
             tensors = [_tensor(fqn, one, shards.get(fqn), base, key) for fqn, one in fields.items()]
@@ -154,10 +154,6 @@ def _check_places(tensors: Sequence[TensorInFile], start: int, key: str) -> None
         at = one.payload.end
 
 
-def _shards(text: str) -> dict[str, Any]:
-    return _mapping(parse_json(text), "DCP_SHARDING_INFO")
-
-
 def _mapping(value: object, what: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise ValueError(f"{what} is a {type(value).__name__}, not an object with names")
@@ -174,7 +170,11 @@ def _tensor(fqn: str, value: object, shard: object, base: int, key: str) -> Tens
         start, end = _counts(fields["data_offsets"])
         sizes = _counts(fields["shape"])
         if name == _PAIRS:
-            sizes = _halved(sizes)
+            if not sizes or sizes[-1] % 2:
+                raise ValueError(
+                    f"F4 tensors hold pairs, and shape {sizes} has no even last dimension"
+                )
+            sizes = (*sizes[:-1], sizes[-1] // 2)
         num_bytes = _product(sizes) * item_bytes(dtype)
         offsets = (0,) * len(sizes)
         if shard is not None:
@@ -206,12 +206,6 @@ def _product(sizes: tuple[int, ...]) -> int:
     """Return the number of elements; dimensions besides 0 have to stay below 2**63, too."""
     check_natural(prod(max(size, 1) for size in sizes))
     return prod(sizes)
-
-
-def _halved(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    if not sizes or sizes[-1] % 2:
-        raise ValueError(f"F4 tensors hold pairs, and shape {sizes} has no even last dimension")
-    return (*sizes[:-1], sizes[-1] // 2)
 
 
 # --- writing -----------------------------------------------------------------------

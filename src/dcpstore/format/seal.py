@@ -79,26 +79,21 @@ def check_relative(path: str) -> str:
             take, or has a control character, which no writer puts there and stores and file
             systems treat as they like.
     """
-    if not path.isprintable() and any(category(char) in _CONTROL for char in path):
-        raise CorruptError(
-            f"the checkpoint's metadata names the object {path!r}, which has a control character;"
-            " refusing to read it",
-            key=path,
-        )
-    if len(path.encode("utf-8", "surrogatepass")) > _MOST_NAME_BYTES:
-        raise CorruptError(
-            f"the checkpoint's metadata names an object of {len(path)} characters,"
-            f" {path[:80]!r}..., which no store takes; refusing to read it",
-            key=path[:80],
-        )
     parts = path.split("/")
-    if not path or path.startswith("/") or "\\" in path or ".." in parts or ":" in parts[0]:
-        raise CorruptError(
-            f"the checkpoint's metadata names the object {path!r}, which lies outside the"
-            " checkpoint's folder; refusing to read it",
-            key=path,
-        )
-    return path
+    if len(path.encode("utf-8", "surrogatepass")) > _MOST_NAME_BYTES:
+        problem = f"is cut from a name of {len(path)} characters, longer than any store takes"
+    elif not path.isprintable() and any(category(char) in _CONTROL for char in path):
+        problem = "has a control character"
+    elif not path or path.startswith("/") or "\\" in path or ".." in parts or ":" in parts[0]:
+        problem = "lies outside the checkpoint's folder"
+    else:
+        return path
+    shown = path[:_MOST_NAME_BYTES]
+    raise CorruptError(
+        f"the checkpoint's metadata names the object {shown!r}, which {problem};"
+        " refusing to read it",
+        key=shown,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -366,13 +366,12 @@ def _clock(one: dt.time | dt.datetime) -> tuple[Any, ...]:
     return one.hour, one.minute, one.second, one.microsecond, one.tzinfo, one.fold
 
 
-def _time(hour: int, minute: int, second: int, micro: int, zone: Any, fold: int) -> dt.time:
-    return dt.time(hour, minute, second, micro, zone, fold=fold)
+def _time(*fields: Any) -> dt.time:
+    return dt.time(*fields[:-1], fold=fields[-1])
 
 
 def _datetime(*fields: Any) -> dt.datetime:
-    *rest, fold = fields
-    return dt.datetime(*rest, fold=fold)
+    return dt.datetime(*fields[:-1], fold=fields[-1])
 
 
 def _zone(key: str) -> zoneinfo.ZoneInfo:
@@ -671,8 +670,10 @@ class _Encoder:
             raise self.refuse(value, f"it takes more than {MAX_INT_BYTES} bytes")
         self.add_sized(b"i", value.to_bytes(num_bytes, "little", signed=True))
 
-    def add_items(self, tag: bytes, values: Sequence[Any]) -> None:
+    def add_items(self, tag: bytes, values: Sequence[Any], *first: int | None) -> None:
         self.parts += (tag, SIZE.pack(len(values)))
+        for one in first:
+            self.add(one)
         for number, one in enumerate(values):
             self.add_step(number, one)
 
@@ -685,12 +686,6 @@ class _Encoder:
             encoded.append(b"".join(self.parts))
             self.parts = parts
         self.parts += (tag, SIZE.pack(len(encoded)), *sorted(encoded))
-
-    def add_deque(self, value: collections.deque[Any]) -> None:
-        self.parts += (b"q", SIZE.pack(len(value)))
-        self.add(value.maxlen)
-        for number, one in enumerate(value):
-            self.add_step(number, one)
 
     def add_pairs(self, tag: bytes, value: Mapping[Any, Any], *first: str) -> None:
         if getattr(value, "__dict__", None):
@@ -798,7 +793,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any], None]] = {
     tuple: lambda to, one: to.add_items(b"t", one),
     set: lambda to, one: to.add_set(b"e", one),
     frozenset: lambda to, one: to.add_set(b"f", one),
-    collections.deque: _Encoder.add_deque,
+    collections.deque: lambda to, one: to.add_items(b"q", one, one.maxlen),
     dict: lambda to, one: to.add_pairs(b"m", one),
     collections.OrderedDict: lambda to, one: to.add_pairs(b"o", one),
     collections.Counter: lambda to, one: to.add_pairs(b"C", one),

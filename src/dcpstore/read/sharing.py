@@ -361,24 +361,23 @@ def _merge(
         wave_bytes=wave_bytes,
         fetcher=fetcher,
     )
-    if fetcher is not None:
-        return _shares(plan, len(packed), "one rank read, and sent each of the others its part")
     saved = plan.wanted_bytes - plan.unique_bytes
     amounts = (
         f"{len(packed)} ranks want {plan.wanted_bytes} bytes, {plan.unique_bytes} of them unique"
     )
-    if plan.bundles and (policy == "always" or saved >= _LEAST_SAVED_BYTES):
-        return _shares(plan, len(packed), f"shared: {amounts}; each was fetched once")
-    reason = (
-        f"it would save {saved} bytes, less than {_LEAST_SAVED_BYTES}"
-        if plan.bundles
-        else "no two ranks want the same bytes"
-    )
-    return Shares([Sharing(None, f"not shared: {reason} ({amounts})")] * len(packed))
-
-
-def _shares(plan: SharePlan, num_ranks: int, reason: str) -> Shares:
-    return Shares([Sharing(plan.of_rank(rank), reason) for rank in range(num_ranks)])
+    is_shared = True
+    if fetcher is not None:
+        reason = "one rank read, and sent each of the others its part"
+    elif plan.bundles and (policy == "always" or saved >= _LEAST_SAVED_BYTES):
+        reason = f"shared: {amounts}; each was fetched once"
+    else:
+        is_shared = False
+        why = f"it would save {saved} bytes, less than {_LEAST_SAVED_BYTES}"
+        if not plan.bundles:
+            why = "no two ranks want the same bytes"
+        reason = f"not shared: {why} ({amounts})"
+    plans = [plan.of_rank(rank) if is_shared else None for rank in range(len(packed))]
+    return Shares([Sharing(one, reason) for one in plans])
 
 
 class _Wants:

@@ -15,9 +15,13 @@ writers, compressed ones, tensors that are more than their elements, and values.
 from __future__ import annotations
 
 import io
+import re
+import struct
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,7 +31,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
 from dcpstore.format.dtypes import dtype_from_name, dtype_name, item_bytes
 from dcpstore.format.manifest import StoredItem
+from dcpstore.format.opcodes import CutShortError, end_of_program
 from dcpstore.format.payload import (
+    PLAIN_TYPES,
     copy_box_in,
     is_freed,
     is_plain,
@@ -35,16 +41,23 @@ from dcpstore.format.payload import (
     set_payload,
     spacing,
 )
-from dcpstore.format.record import StoredTensor, find_tensor
 from dcpstore.format.tensors import copy_opaque_in, decode_opaque
+from dcpstore.format.zip import (
+    LOCAL_SIGNATURE,
+    MAX32,
+    STREAMED_FLAG,
+    LocalHeader,
+    ReadAt,
+    read_local_header,
+)
 from dcpstore.plan.coverage import refuse_lacks
+from dcpstore.read.torch_file import Storages, TensorPlace, is_strided, unpickle
 from dcpstore.store.base import ByteRange, Store
-from dcpstore.torch_private import default_extension_registry, narrow
+from dcpstore.text import indented
+from dcpstore.torch_private import default_extension_registry, narrow, storage_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-_MOST_NAMED = 10
 
 # Below this, a foreign record is fetched whole and looked into afterwards; above it, a
 # small request for its head saves fetching what is not needed.
@@ -174,11 +187,9 @@ def resolve_targets(
         targets.append(target)
     refuse_lacks(unplaced, metadata)
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
-        more = len(problems) - _MOST_NAMED
         raise IncompatibleError(
-            f"the checkpoint does not fit {len(problems)} target(s); nothing was loaded:\n{shown}"
-            + (f"\n  and {more} more" if more > 0 else "")
+            f"the checkpoint does not fit {len(problems)} target(s); nothing was loaded:"
+            + indented(problems)
         )
     return targets
 
@@ -270,17 +281,132 @@ def group_targets(targets: Sequence[Target]) -> list[Target]:
 # --- records of which it is not known where their elements lie ------------------------
 
 
-def as_raw(item: StoredItem, tensor: StoredTensor | None) -> StoredItem:
+HEAD_BYTES = 1024
+"""A first read of this many bytes holds the head of any record that stock DCP writes."""
+
+# Torch can be told to align members to 32 KiB, and four precede the payload.
+_MAX_HEAD_BYTES = 256 << 10
+# The call of a tensor of 64 dimensions takes 1.5 KiB; a longer pickle is something else.
+_MAX_PICKLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInRecord:
+    """Where a record keeps its tensor.
+
+    Attributes:
+        place: In its storage.
+        storage: The bytes of the record that are the storage.
+    """
+
+    place: TensorPlace
+    storage: ByteRange
+
+
+def find_tensor(read_at: ReadAt, record_bytes: int) -> TensorInRecord | None:
+    """Find the tensor of a ``torch.save`` record, by one small read nearly always.
+
+    Args:
+        read_at: Reads the record.
+        record_bytes: Its length.
+
+    Returns:
+        None if only ``torch.load`` can tell what the record holds: something else than one
+        tensor, another byte order, or a broken record.
+    """
+    given = 0
+    wanted = HEAD_BYTES
+    while given < record_bytes:
+        given = min(wanted, record_bytes)
+        try:
+            return _parse_head(memoryview(read_at(0, given)).cast("B"), record_bytes)
+        except CutShortError as short:
+            wanted = max(short.needed_bytes, 2 * given)
+        except (ValueError, CorruptError, IncompatibleError):
+            break
+    return None
+
+
+def _parse_head(data: memoryview, record_bytes: int) -> TensorInRecord:
+    first = _read_header(data, 0)
+    if not first.name.endswith(b"/data.pkl"):
+        raise ValueError(f"an archive that starts with {first.name!r}")
+    root = first.name.removesuffix(b"data.pkl")
+    start = first.contents
+    window = bytes(data[start : start + _MAX_PICKLE_BYTES])
+    try:
+        end = end_of_program(window)
+    except CutShortError as error:
+        if error.needed_bytes > _MAX_PICKLE_BYTES:
+            raise ValueError("a long pickle") from error
+        raise CutShortError(start + error.needed_bytes) from error
+    place, num_bytes = _pickled_tensor(window[:end])
+    key = place.storage_key.encode("utf-8", "replace")
+    behind = start + end
+    member = _find_member(data, behind, behind + _MAX_HEAD_BYTES, root + b"data/" + key)
+    if member is None:
+        if len(data) - behind >= _MAX_HEAD_BYTES:
+            raise ValueError("no storage near its pickle")
+        raise CutShortError(len(data) + 1)
+    note = _find_member(data, behind, member.contents, root + b"byteorder")
+    order = sys.byteorder.encode()
+    if note is not None and data[note.contents : note.contents + len(order)] != order:
+        raise ValueError("a storage of another byte order")
+    storage = ByteRange(member.contents, member.contents + num_bytes)
+    if storage.end > record_bytes:
+        raise ValueError("a storage that is longer than the record")
+    if not member.flags & STREAMED_FLAG and member.size_bytes not in (num_bytes, MAX32):
+        raise ValueError("a storage of another size than the tensor says")
+    return TensorInRecord(place, storage)
+
+
+@lru_cache(maxsize=4096)  # tensors of the same shape and dtype have the same pickle
+def _pickled_tensor(pickled: bytes) -> tuple[TensorPlace, int]:
+    """Return where a pickle has its tensor, and how long its storage is."""
+    storages = Storages("the record")
+    tensor = unpickle(pickled, storages, weights_only=True, what="the record")
+    if type(tensor) not in PLAIN_TYPES or vars(tensor) or not is_strided(tensor):
+        raise ValueError("something else than one plain tensor")
+    for key, made in storages.made.items():
+        if storage_identity(made) == storage_identity(tensor):
+            return TensorPlace.of(tensor, key), made.nbytes()
+    raise ValueError("a tensor without a storage")
+
+
+def _find_member(data: memoryview, start: int, end: int, name: bytes) -> LocalHeader | None:
+    """Return the header of a member between two positions; None if it is not there.
+
+    Members are not walked from one to the next: where torch streams, their sizes are behind
+    their contents.
+    """
+    name_bytes = struct.pack("<H", len(name))
+    parts = (re.escape(LOCAL_SIGNATURE), re.escape(name_bytes), re.escape(name))
+    pattern = re.compile(b"%b.{22}%b..%b" % parts, re.DOTALL)
+    found = pattern.search(data, start, end)
+    return None if found is None else _read_header(data, found.start())
+
+
+def _read_header(data: memoryview, position: int) -> LocalHeader:
+    header = read_local_header(data, position)
+    if isinstance(header, int):
+        raise CutShortError(header)
+    if header.method != 0 or header.flags & ~0x0808:
+        raise ValueError("an archive with compressed or encrypted members")
+    return header
+
+
+def as_raw(item: StoredItem, found: TensorInRecord | None) -> StoredItem:
     """Return a record as a raw item if it holds a dense tensor; else as it is."""
-    if tensor is None or not tensor.is_dense:
+    if found is None or not found.place.is_dense:
         return item
-    start = item.record.start + tensor.payload_offset
+    place, span = found.place, found.place.span()
+    start = item.record.start + found.storage.start
     return replace(
         item,
         kind="raw",
-        payload=ByteRange(start, start + tensor.payload_bytes),
-        dtype=dtype_name(tensor.dtype),
-        sizes=tensor.shape,
+        payload=ByteRange(start + span.start, start + span.end),
+        dtype=dtype_name(place.dtype),
+        sizes=place.sizes,
     )
 
 

@@ -269,6 +269,19 @@ class TensorPlace:
     is_conj: bool = False
     is_neg: bool = False
 
+    @staticmethod
+    def of(tensor: torch.Tensor, storage_key: str) -> TensorPlace:
+        """Return where the elements of a stand-in lie."""
+        return TensorPlace(
+            storage_key,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
     @property
     def is_dense(self) -> bool:
         """Whether its elements are one row-major run of the storage, to be taken as they are."""
@@ -353,7 +366,7 @@ class TorchFile:
 
     def storage_key(self, value: torch.Tensor | torch.UntypedStorage) -> str | None:
         """Return the storage behind a stand-in; None for what is none, such as a meta tensor."""
-        if isinstance(value, torch.Tensor) and not _is_strided(value):
+        if isinstance(value, torch.Tensor) and not is_strided(value):
             return None
         return self._keys.get(storage_identity(value))
 
@@ -370,15 +383,7 @@ class TorchFile:
         key = self.storage_key(tensor)
         if key is None:
             return None
-        place = TensorPlace(
-            key,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        place = TensorPlace.of(tensor, key)
         if 0 not in place.sizes and place.span().end > self.storages[key].num_bytes:
             raise CorruptError(
                 f"{self.url} is damaged: a tensor of shape {place.sizes} reaches past its storage"
@@ -649,6 +654,7 @@ def _head(folder: Folder, key: str) -> ObjectInfo:
         raise
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's elements lie in a storage, and are all that it is made of."""
     is_plain_class = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return tensor.layout == torch.strided and not tensor.is_nested and is_plain_class

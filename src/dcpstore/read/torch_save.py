@@ -59,7 +59,7 @@ from dcpstore.report import Meter
 from dcpstore.store import Capabilities, Store, open_store
 from dcpstore.store.base import ByteRange
 from dcpstore.store.folder import file_location
-from dcpstore.text import redact
+from dcpstore.text import indented, redact
 from dcpstore.torch_private import flatten_state_dict
 
 _FILE, _VALUES = "file", "values"  # the objects that a read job sees
@@ -250,14 +250,15 @@ def resolve(
 
 
 def _explain(problems: Mapping[str, str], contents: Contents) -> str:
-    shown = []
-    for fqn, problem in itertools.islice(problems.items(), _MOST_NAMED):
-        is_missing = fqn not in contents.paths
-        near = ", ".join(map(repr, contents.keys_like(fqn))) if is_missing else ""
-        shown.append(f"  {problem}" + (f"; it has {near}" if near else ""))
-    if len(problems) > _MOST_NAMED:
-        shown.append(f"  and {len(problems) - _MOST_NAMED} more")
-    return "\n".join([f"{contents.url} does not fit the state dict; nothing was loaded:", *shown])
+    near = {
+        fqn: f"; it has {', '.join(map(repr, contents.keys_like(fqn)))}"
+        for fqn in itertools.islice(problems, _MOST_NAMED)
+        if contents.paths and fqn not in contents.paths
+    }
+    told = [problem + near.get(fqn, "") for fqn, problem in problems.items()]
+    return f"{contents.url} does not fit the state dict; nothing was loaded:" + indented(
+        told, _MOST_NAMED
+    )
 
 
 def _mismatch(read_item: ReadItem, planner: LoadPlanner, contents: Contents) -> str | None:
@@ -294,30 +295,18 @@ def _whole_sizes(read_item: ReadItem, planner: LoadPlanner) -> tuple[int, ...] |
     return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def _box(read_item: ReadItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets in the whole tensor and sizes of what an item reads.
-
-    A planner may have made up chunks; its offsets count from the chunk that it names.
-    """
-    sizes, inner = tuple(read_item.lengths), tuple(read_item.storage_offsets)
-    index: MetadataIndex = read_item.storage_index
-    outer = tuple(index.offset) if index.offset is not None else (0,) * len(inner)
-    return tuple(a + b for a, b in zip(outer, inner, strict=True)), sizes
-
-
 def _out_of_bounds(read_item: ReadItem, place: TensorPlace) -> str | None:
-    num_dims = {len(read_item.lengths), len(read_item.storage_offsets), len(place.sizes)}
-    if read_item.storage_index.offset is not None:
-        num_dims.add(len(read_item.storage_index.offset))
-    if len(num_dims) == 1:
-        offsets, sizes = _box(read_item)
-        rows = zip(offsets, sizes, place.sizes, strict=True)
-        if all(offset >= 0 and offset + size <= saved for offset, size, saved in rows):
+    sizes, inner = read_item.lengths, read_item.storage_offsets
+    outer = read_item.storage_index.offset
+    if outer is None:
+        outer = torch.Size([0] * len(place.sizes))
+    if len(outer) == len(inner) == len(sizes) == len(place.sizes):
+        rows = zip(outer, inner, sizes, place.sizes, strict=True)
+        if all(min(a, b) >= 0 and a + b + size <= saved for a, b, size, saved in rows):
             return None
     return (
         f"{read_item.storage_index.fqn!r} is saved with shape {place.sizes}, and the plan reads"
-        f" {tuple(read_item.lengths)} at {tuple(read_item.storage_offsets)} of its chunk at"
-        f" {tuple(read_item.storage_index.offset or ())}"
+        f" {tuple(sizes)} at {tuple(inner)} of its chunk at {tuple(outer)}"
     )
 
 

@@ -33,9 +33,9 @@ from campaign.fuzz.mutation import (
 )
 from dcpstore.cli.main import main as command_line
 from dcpstore.convert import torch_save_to_dcp
-from dcpstore.format.record import find_tensor
 from dcpstore.format.seal import make_metadata, read_seal
 from dcpstore.format.tensors import load_record
+from dcpstore.read.targets import find_tensor
 from dcpstore.read.torch_file import open_torch_file
 from dcpstore.store import open_store
 from dcpstore.write.commit import keys_named_in
