@@ -58,14 +58,18 @@ def _check(is_right: bool, said: str) -> None:
         raise AssertionError(said)
 
 
-def _expect(kind: type[CheckpointError], call: Callable[[], object], what: str) -> CheckpointError:
+@contextlib.contextmanager
+def _expect(kind: type[CheckpointError], what: str) -> Iterator[list[CheckpointError]]:
+    """Fail unless the block raises an error of a kind; gives a list that will hold it."""
+    caught: list[CheckpointError] = []
     try:
-        answer = call()
+        yield caught
     except kind as error:
-        return error
+        caught.append(error)
     except Exception as error:
         raise AssertionError(f"{what}: {type(error).__name__}, not {kind.__name__}") from error
-    raise AssertionError(f"{what}: succeeded with {answer!r}, not {kind.__name__}")
+    else:
+        raise AssertionError(f"{what}: succeeded, where {kind.__name__} is due")
 
 
 def a_put_can_be_read_back(store: Store) -> None:
@@ -111,30 +115,27 @@ def a_range_past_the_end_is_corruption(store: Store) -> None:
     store.put("past/object", b"0123456789")
     store.put("past/empty", b"")
     for key, start, end in (("object", 5, 11), ("object", 10, 11), ("object", 20, 30)):
-        error = _expect(
-            CorruptError,
-            lambda k=key, s=start, e=end: store.get_range(f"past/{k}", s, e),  # type: ignore[misc]
-            f"[{start}, {end}) of 10 bytes",
-        )
-        _check((getattr(error, "start", 0), getattr(error, "end", 0)) == (start, end), "its range")
-    _expect(CorruptError, lambda: store.get_range("past/empty", 0, 1), "[0, 1) of nothing")
+        with _expect(CorruptError, f"[{start}, {end}) of 10 bytes") as caught:
+            store.get_range(f"past/{key}", start, end)
+        told = getattr(caught[0], "start", 0), getattr(caught[0], "end", 0)
+        _check(told == (start, end), "its range")
+    with _expect(CorruptError, "[0, 1) of nothing"):
+        store.get_range("past/empty", 0, 1)
 
 
 def what_is_absent_is_not_found(store: Store) -> None:
     """Look for an object that nobody put."""
-    for verb, call in (
-        ("get", lambda: store.get("absent/object")),
-        ("get_range", lambda: store.get_range("absent/object", 0, 1)),
-        ("head", lambda: store.head("absent/object")),
-    ):
-        error = _expect(NotFoundError, call, f"{verb} of an absent key")
-        _check("absent/object" in error.message, "the message names the key")
+    for verb, more in (("get", ()), ("get_range", (0, 1)), ("head", ())):
+        with _expect(NotFoundError, f"{verb} of an absent key") as caught:
+            getattr(store, verb)("absent/object", *more)
+        _check("absent/object" in caught[0].message, "the message names the key")
 
 
 def a_folder_is_no_object(store: Store) -> None:
     """Look at the folder of an object."""
     store.put("folder/below/object", b"1")
-    _expect(NotFoundError, lambda: store.head("folder/below"), "head of a folder")
+    with _expect(NotFoundError, "head of a folder"):
+        store.head("folder/below")
 
 
 def head_tells_size_and_mark(store: Store) -> None:
@@ -150,11 +151,8 @@ def head_tells_size_and_mark(store: Store) -> None:
 def a_create_succeeds_once(store: Store) -> None:
     """Create twice; the first content stays."""
     store.put("create/object", b"first", mode="create")
-    _expect(
-        AlreadyExistsError,
-        lambda: store.put("create/object", b"second", mode="create"),
-        "a second create",
-    )
+    with _expect(AlreadyExistsError, "a second create"):
+        store.put("create/object", b"second", mode="create")
     _check(bytes(store.get("create/object").data) == b"first", "the first create stays")
 
 
@@ -185,16 +183,10 @@ def compare_and_swap_needs_the_right_mark(store: Store) -> None:
     store.put("swap/object", b"two!", mode=IfMatch(first))
     _check(bytes(store.get("swap/object").data) == b"two!", "the right mark swaps")
     for mark, what in ((first, "a stale mark"), ('"0123"', "a foreign mark")):
-        _expect(
-            ConflictError,
-            lambda m=mark: store.put("swap/object", b"three", mode=IfMatch(m)),  # type: ignore[misc]
-            what,
-        )
-    _expect(
-        ConflictError,
-        lambda: store.put("swap/absent", b"three", mode=IfMatch(first)),
-        "a swap of nothing",
-    )
+        with _expect(ConflictError, what):
+            store.put("swap/object", b"three", mode=IfMatch(mark))
+    with _expect(ConflictError, "a swap of nothing"):
+        store.put("swap/absent", b"three", mode=IfMatch(first))
     _check(bytes(store.get("swap/object").data) == b"two!", "a refused swap changes nothing")
 
 
@@ -238,21 +230,18 @@ def a_failing_stream_publishes_nothing(store: Store) -> None:
             pass
         else:
             raise AssertionError("the stream's own exception comes through")
-        _expect(NotFoundError, lambda k=key: store.head(k), "after a failure")  # type: ignore[misc]
+        with _expect(NotFoundError, "after a failure"):
+            store.head(key)
     _check(not list(store.list("failing/")), "nothing is listed after a failure")
 
 
 def a_wrong_part_size_is_refused(store: Store) -> None:
     """Put a short part before another, and one that is too long."""
     for stream in ([b"s", b"p" * PART_BYTES], [b"p" * (PART_BYTES + 1)]):
-        _expect(
-            ConfigError,
-            lambda s=stream: store.put_parts(  # type: ignore[misc]
-                "sizes/object", iter(s), part_bytes=PART_BYTES, max_concurrency=2
-            ),
-            "parts of a wrong size",
-        )
-    _expect(NotFoundError, lambda: store.head("sizes/object"), "nothing is published")
+        with _expect(ConfigError, "parts of a wrong size"):
+            store.put_parts("sizes/object", iter(stream), part_bytes=PART_BYTES, max_concurrency=2)
+    with _expect(NotFoundError, "nothing is published"):
+        store.head("sizes/object")
 
 
 def a_list_shows_keys_below_a_folder(store: Store) -> None:
@@ -285,8 +274,10 @@ def odd_keys_keep_their_names(store: Store) -> None:
 def what_is_no_key_is_refused(store: Store) -> None:
     """Use keys that would leave the root or mean a folder."""
     for key in ("", "/a", "a/", "a//b", "../a", "a/../b", "./a"):
-        _expect(ConfigError, lambda k=key: store.put(k, b""), f"key {key!r}")  # type: ignore[misc]
-        _expect(ConfigError, lambda k=key: store.get(k), f"key {key!r}")  # type: ignore[misc]
+        with _expect(ConfigError, f"key {key!r}"):
+            store.put(key, b"")
+        with _expect(ConfigError, f"key {key!r}"):
+            store.get(key)
 
 
 def deletes_forgive_what_is_absent(store: Store) -> None:
@@ -296,7 +287,8 @@ def deletes_forgive_what_is_absent(store: Store) -> None:
     store.delete_many([])
     store.delete_many(["delete/absent", "delete/a", "delete/none"])
     _check([info.key for info in store.list("delete/")] == ["delete/b"], "only those named")
-    _expect(NotFoundError, lambda: store.get("delete/a"), "what was deleted")
+    with _expect(NotFoundError, "what was deleted"):
+        store.get("delete/a")
 
 
 def many_threads_may_use_one_store(store: Store) -> None:
@@ -361,13 +353,11 @@ def an_upload_may_be_aborted_by_another(store: Store, uploads: OpenUploads) -> N
             uploads.abort(one)
         yield b"r" * PART_BYTES
 
-    _expect(
-        CheckpointError,
-        lambda: store.put_parts("gone/object", parts(), part_bytes=PART_BYTES, max_concurrency=1),
-        "an upload that was aborted",
-    )
+    with _expect(CheckpointError, "an upload that was aborted"):
+        store.put_parts("gone/object", parts(), part_bytes=PART_BYTES, max_concurrency=1)
     _check(not list(uploads.list()), "an aborted upload is gone")
-    _expect(NotFoundError, lambda: store.head("gone/object"), "nothing is published")
+    with _expect(NotFoundError, "nothing is published"):
+        store.head("gone/object")
 
 
 UPLOAD_CHECKS: tuple[Callable[[Store, OpenUploads], None], ...] = (

@@ -8,6 +8,7 @@ it answers to `dcpstore.testing.servers.MotoServer`, on no bucket's account.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import threading
@@ -76,7 +77,7 @@ class Recorder:
             if self._latency_s:
                 time.sleep(self._latency_s)
             body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            environ["wsgi.input"] = _Replay(body)
+            environ["wsgi.input"] = io.BytesIO(body)
             status, headers, answer = self._serve(environ, fault)
         finally:
             with self._lock:
@@ -145,22 +146,6 @@ class Recorder:
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(text)))]
         start_response("200 OK", headers)
         return [text]
-
-
-class _Replay:
-    """A body read once, to be read again by the application."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body = memoryview(body)
-
-    def read(self, size: int = -1) -> bytes:
-        taken = self._body if size is None or size < 0 else self._body[:size]
-        self._body = self._body[len(taken) :]
-        return bytes(taken)
-
-    def readline(self, size: int = -1) -> bytes:
-        end = bytes(self._body).find(b"\n") + 1
-        return self.read(end if end and (size < 0 or end < size) else size)
 
 
 def _error(fault: Fault, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
