@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeAlias
@@ -629,62 +629,51 @@ def _reading_steps(probes: Probes, *, is_optional: bool) -> Sequence[_Step]:
     )
 
 
-class _Examination:
-    """Makes checks and keeps what came of them.
+def _examine(steps: Iterable[_Step], scheme: str) -> Iterator[Check]:
+    """Make checks in their order; a store that does not answer ends them all.
 
     Args:
+        steps: The checks.
         scheme: Of the URL, for the advice.
-        on_check: Told of each check.
     """
-
-    def __init__(self, scheme: str, on_check: Callable[[Check], None]) -> None:
-        self._scheme = scheme
-        self._on_check = on_check
-        self.checks: list[Check] = []
-
-    def run(self, steps: Iterable[_Step]) -> None:
-        """Make checks in their order; a store that does not answer ends them all."""
-        is_reachable = True
-        for step in steps:
-            passed = {check.name for check in self.checks if check.outcome in ("ok", "warning")}
-            missing = [name for name in step.after if name not in passed]
-            if is_reachable and not missing:
-                is_reachable = self._try(step)
-                continue
-            why = f"needs {', '.join(missing)}" if is_reachable else "the store does not answer"
-            self._note(Check(step.name, step.needed_for, "skipped", why))
-
-    def _try(self, step: _Step) -> bool:
-        """Make one check; return whether there is any use in going on."""
+    passed: set[str] = set()
+    is_reachable = True
+    for step in steps:
         began = time.monotonic()
-        may_go_on = True
-        try:
-            verdict = step.call()
-        except CheckpointError as error:
-            outcome: Outcome = "warning" if step.is_optional else "failed"
-            advice = advice_on(error, self._scheme, step.verb)
-            verdict = Verdict(error.message, outcome, advice)
-            is_down = isinstance(error, StoreError) and error.retryable
-            may_go_on = not (is_down or step.name == "reach the store")
-        self._note(
-            Check(
-                step.name,
-                step.needed_for,
-                verdict.outcome,
-                verdict.detail,
-                verdict.advice,
-                elapsed_s=time.monotonic() - began,
-            )
-        )
-        return may_go_on
+        missing = [name for name in step.after if name not in passed]
+        if not is_reachable:
+            verdict = Verdict("the store does not answer", "skipped")
+        elif missing:
+            verdict = Verdict(f"needs {', '.join(missing)}", "skipped")
+        else:
+            try:
+                verdict = step.call()
+            except CheckpointError as error:
+                outcome: Outcome = "warning" if step.is_optional else "failed"
+                verdict = Verdict(error.message, outcome, advice_on(error, scheme, step.verb))
+                is_down = isinstance(error, StoreError) and error.retryable
+                is_reachable = not (is_down or step.name == "reach the store")
+        if verdict.outcome in ("ok", "warning"):
+            passed.add(step.name)
+        elapsed_s = time.monotonic() - began
+        yield Check(step.name, step.needed_for, **asdict(verdict), elapsed_s=elapsed_s)
 
-    def _note(self, check: Check) -> None:
-        self.checks.append(check)
-        self._on_check(check)
 
-    def has_failed(self, name: str) -> bool:
-        """Whether a check was made and failed."""
-        return any(one.name == name and one.outcome == "failed" for one in self.checks)
+def _examine_all(probes: Probes, scheme: str, *, read_only: bool) -> Iterator[Check]:
+    steps = _steps(probes)
+    if read_only:
+        probes.readable_key = METADATA_KEY
+        yield from _examine([steps[0], *_reading_steps(probes, is_optional=False)], scheme)
+        return
+    failed: set[str] = set()
+    for check in _examine(steps, scheme):
+        if check.outcome == "failed":
+            failed.add(check.name)
+        yield check
+    if "put" in failed and "reach the store" not in failed:
+        # These credentials may be meant for loading only: say whether they do.
+        probes.readable_key = METADATA_KEY
+        yield from _examine(_reading_steps(probes, is_optional=True), scheme)
 
 
 def diagnose(
@@ -719,11 +708,11 @@ def diagnose(
         raise ConfigError(f"probe_bytes={probe_bytes} is too small for two parts of 5 MiB")
     config = config or ReadConfig()
     began = time.monotonic()
+    checks: list[Check] = []
     place = Place(
         url, storage_options, config, store_opener=store_opener, uploads_opener=uploads_opener
     )
     with place:
-        examination = _Examination(place.scheme, on_check)
         probes = Probes(
             place.store,
             place.uploads,
@@ -733,7 +722,9 @@ def diagnose(
             clock=clock,
         )
         try:
-            _examine(examination, probes, read_only=read_only)
+            for check in _examine_all(probes, place.scheme, read_only=read_only):
+                checks.append(check)
+                on_check(check)
         finally:
             left_behind = probes.clean_up()
             if place.scheme == "file":
@@ -741,21 +732,8 @@ def diagnose(
                     Path(parse_location(url).prefix, probes.folder).rmdir()
     return Diagnosis(
         url=place.url,
-        checks=tuple(examination.checks),
+        checks=tuple(checks),
         measured=probes.measured,
         left_behind=left_behind,
         elapsed_s=time.monotonic() - began,
     )
-
-
-def _examine(examination: _Examination, probes: Probes, *, read_only: bool) -> None:
-    steps = _steps(probes)
-    if read_only:
-        probes.readable_key = METADATA_KEY
-        examination.run([steps[0], *_reading_steps(probes, is_optional=False)])
-        return
-    examination.run(steps)
-    if examination.has_failed("put") and not examination.has_failed("reach the store"):
-        # These credentials may be meant for loading only: say whether they do.
-        probes.readable_key = METADATA_KEY
-        examination.run(_reading_steps(probes, is_optional=True))
