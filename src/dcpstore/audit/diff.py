@@ -32,11 +32,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from dcpstore.config import ReadConfig
-from dcpstore.convert.dcp.source import Block, batches, read_batch
+from dcpstore.convert.dcp.source import Block, batches, plan_blocks, read_batch
 from dcpstore.errors import CorruptError, IncompatibleError
-from dcpstore.format.dtypes import dtype_name, row_major_strides
+from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.manifest import StoredItem
-from dcpstore.format.payload import bands
 from dcpstore.format.tensors import encode_opaque
 from dcpstore.plan.rules import KeyRules
 from dcpstore.read.checkpoint import Checkpoint, open_checkpoint
@@ -251,7 +250,12 @@ class _Contents:
         memories = [torch.empty(limit, dtype=torch.uint8) for _ in sides]
         for side in sides:
             side.locate({fqn for fqn in fqns if self._num_bytes(fqn) > limit})
-        blocks = (block for fqn in fqns for block in self._blocks(fqn))
+        tensors = self._left.tensors
+        blocks = [
+            block
+            for fqn in fqns
+            for block in plan_blocks(self._left, fqn, tensors[fqn].properties.dtype, limit)
+        ]
         with Pump(2, "dcpstore-diff") as pump:
             for batch in batches(blocks, limit):
                 calls = [
@@ -264,15 +268,6 @@ class _Contents:
                     _compare_blocks(found, block, one, other)
                     self._meter.advance(block.num_bytes)
         return found
-
-    def _blocks(self, fqn: str) -> Iterator[Block]:
-        entry = self._left.tensors[fqn]
-        sizes, dtype = tuple(entry.size), entry.properties.dtype
-        strides, first = row_major_strides(sizes), (0,) * len(sizes)
-        for offsets, part in bands(
-            strides, first, sizes, dtype.itemsize, max_bytes=self._batch_bytes
-        ):
-            yield Block(fqn, "box", offsets, part, dtype, prod(part) * dtype.itemsize)
 
     def _compare_values(self, fqns: Sequence[str]) -> None:
         """Compare what is no plain tensor: small as a rule, so that a few at a time fit."""
