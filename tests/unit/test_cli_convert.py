@@ -105,7 +105,7 @@ def test_a_target_that_exists_is_kept_unless_it_may_be_replaced(
         (["convert", "step-1", "out"], "use `dcpstore copy`"),
         (["convert", "state.pt", "out", "--to=safetensors"], "no way from torch to safetensors"),
         (["convert", "step-1", "out", "--to=safetensors", "--allow-pickle"], "need none"),
-        (["convert", "step-1", "out.pt", "--shard-size=1GB"], "always one file"),
+        (["convert", "step-1", "out.pt", "--shard-size=1GB"], "does not apply"),
         (["copy", "step-1", "out", "--dtype=float17"], "float17"),
         (["copy", "step-1", "out", "--rename=x"], "write OLD=NEW"),
         (["copy", "step-1", "out", "--keys=nothing"], "nothing"),

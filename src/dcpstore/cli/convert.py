@@ -43,6 +43,14 @@ torchrun --no-python --nproc-per-node 4 dcpstore convert s3://a/step-1 s3://b/hf
 
 Form: TypeAlias = Literal["dcp", "safetensors", "torch"]
 
+# The function of dcpstore.convert, and its option that --shard-size sets.
+_CONVERTERS: dict[tuple[Form, Form], tuple[str, str | None]] = {
+    ("dcp", "torch"): ("dcp_to_torch_save", None),
+    ("safetensors", "torch"): ("dcp_to_torch_save", None),
+    ("torch", "dcp"): ("torch_save_to_dcp", None),
+    ("safetensors", "dcp"): ("safetensors_to_dcp", "object_bytes"),
+    ("dcp", "safetensors"): ("dcp_to_safetensors", "max_shard_bytes"),
+}
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -98,29 +106,25 @@ def _choose(
     """Return the converter between two forms and the options that are its own."""
     from dcpstore import convert
 
-    sized = args.shard_size is not None
-    trust = {"weights_only": not args.allow_pickle}
-    if wanted == "torch" and found != "torch":
-        if sized:
-            raise ConfigError("--shard-size: a file of torch.save is always one file")
-        return convert.dcp_to_torch_save, trust
-    if args.allow_pickle and found != "torch":
-        raise ConfigError("--allow-pickle: safetensors and checkpoints of tensors need none")
-    if found == "torch" and wanted == "dcp":
-        if sized:
-            raise ConfigError("--shard-size does not apply from a file of torch.save")
-        return convert.torch_save_to_dcp, trust
-    if found == "safetensors" and wanted == "dcp":
-        return convert.safetensors_to_dcp, {"object_bytes": args.shard_size} if sized else {}
-    if found == "dcp" and wanted == "safetensors":
-        return convert.dcp_to_safetensors, {"max_shard_bytes": args.shard_size} if sized else {}
-    if found == "dcp":
+    if found == wanted == "dcp":
         raise ConfigError(
             "both are checkpoints: use `dcpstore copy`, or say --to safetensors or --to torch"
         )
-    raise ConfigError(
-        f"there is no way from {found} to {wanted} in one step: convert to a checkpoint first"
-    )
+    if (found, wanted) not in _CONVERTERS:
+        raise ConfigError(
+            f"there is no way from {found} to {wanted} in one step: convert to a checkpoint first"
+        )
+    name, size_option = _CONVERTERS[found, wanted]
+    options: dict[str, Any] = {}
+    if args.shard_size is not None:
+        if size_option is None:
+            raise ConfigError("--shard-size does not apply to or from a file of torch.save")
+        options[size_option] = args.shard_size
+    if "torch" in (found, wanted):
+        options["weights_only"] = not args.allow_pickle
+    elif args.allow_pickle:
+        raise ConfigError("--allow-pickle: safetensors and checkpoints of tensors need none")
+    return getattr(convert, name), options
 
 
 # --- shared with ``dcpstore copy`` --------------------------------------------------------
