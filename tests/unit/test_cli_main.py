@@ -244,10 +244,9 @@ def test_an_option_without_a_name_is_refused_and_not_shown(text: str) -> None:
     assert "secretwithoutequals" not in str(caught.value)
 
 
-def test_the_retry_time_reaches_reader_and_writer() -> None:
+def test_the_retry_time_reaches_the_reader() -> None:
     found, _ = connection("s3://b", "--retry-seconds=7")
     assert found.read_config.retry_deadline_s == 7
-    assert found.write_config.retry_deadline_s == 7
 
 
 def test_secrets_given_as_options_are_blanked_out_of_everything_said() -> None:

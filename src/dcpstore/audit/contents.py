@@ -22,24 +22,23 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from itertools import chain
+from typing import Any
 
-import numpy as np
-import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcpstore.audit.scan import Finding, Inventory, Piece, Scanner
 from dcpstore.audit.zip import Coverage, Expected, ZipScan
 from dcpstore.config import ReadConfig
-from dcpstore.errors import CorruptError, NotFoundError, StoreError
+from dcpstore.errors import CorruptError, IncompatibleError, NotFoundError, StoreError
 from dcpstore.format.checksum import find_bad_block
 from dcpstore.format.dtypes import dtype_from_name, dtype_name
 from dcpstore.format.manifest import DataObject, ItemId, Manifest, StoredItem
-from dcpstore.format.metadata import expected_items, item_id, metadata_from_manifest
+from dcpstore.format.metadata import (
+    expected_items,
+    item_id,
+    metadata_from_manifest,
+    metadata_of_files,
+)
 from dcpstore.format.record import plan_record
 from dcpstore.format.safetensors import TensorInFile
 from dcpstore.plan.coverage import find_flaws
@@ -511,15 +510,11 @@ def _compare_shards(files: Mapping[str, Iterable[TensorInFile]]) -> Iterator[Fin
     for tensors in files.values():
         for one in tensors:
             shards.setdefault(one.fqn, []).append(one)
-    entries: dict[str, TensorStorageMetadata] = {}
+    entries: dict[str, Any] = {}
     for fqn, parts in shards.items():
-        if len({len(one.sizes) for one in parts}) != 1:
-            yield Finding("incomplete", "its shards have different ranks", fqn=fqn)
-            continue
-        chunks = [
-            ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in parts
-        ]
-        size = np.max([np.add(one.offsets, one.sizes) for one in chunks], axis=0, initial=0)
-        entries[fqn] = TensorStorageMetadata(TensorProperties(), torch.Size(size.tolist()), chunks)
+        try:
+            entries.update(metadata_of_files("", {"": parts}).state_dict_metadata)
+        except IncompatibleError:
+            yield Finding("incomplete", "its shards have different ranks or dtypes", fqn=fqn)
     for flaw in find_flaws(entries):
         yield Finding("incomplete", flaw.text, fqn=flaw.fqn)

@@ -148,14 +148,12 @@ class Leftovers:
         removable: What no checkpoint refers to and no save can still be writing.
         kept: What looks left over and is not to be removed, by folder.
         notes: What could not be looked at; for people.
-        num_objects: Objects that were listed.
     """
 
     url: str
     removable: tuple[Leftover, ...]
     kept: tuple[Kept, ...] = ()
     notes: tuple[str, ...] = ()
-    num_objects: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -235,9 +233,7 @@ def find_leftovers(
     rules = rules or Rules()
     folders: dict[str, _Folder] = {}
     listed: set[str] = set()
-    num_objects = 0
     for info in _list(at.store):
-        num_objects += 1
         _sort_in(folders, info, rules)
         if info.key.endswith(METADATA_KEY):
             listed.add(info.key)
@@ -256,7 +252,7 @@ def find_leftovers(
             removable += left
         elif left:
             kept.append(Kept(name, tuple(left), reason))
-    return Leftovers(at.url, tuple(removable), tuple(kept), notes, num_objects)
+    return Leftovers(at.url, tuple(removable), tuple(kept), notes)
 
 
 @dataclass(slots=True)

@@ -7,12 +7,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpstore.cli.output import Output
-from dcpstore.config import ReadConfig, WriteConfig
+from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,22 +37,10 @@ class Connection:
     storage_options: Mapping[str, Any] = field(repr=False)
     retry_s: float = _RETRY_S
 
-    def split(self) -> tuple[Connection, str]:
-        """Return the folder around the file that the URL names, and the file's key there."""
-        from dcpstore.store.folder import file_location
-
-        folder, name = file_location(self.url)
-        return replace(self, url=folder), name
-
     @property
     def read_config(self) -> ReadConfig:
         """The reader's knobs that the command line sets."""
         return ReadConfig(retry_deadline_s=self.retry_s)
-
-    @property
-    def write_config(self) -> WriteConfig:
-        """The writer's knobs that the command line sets."""
-        return WriteConfig(retry_deadline_s=self.retry_s)
 
 
 def add_key_arguments(parser: argparse._ActionsContainer) -> None:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn, Protocol, TextIO, cast
 
+from dcpstore import __version__
 from dcpstore.cli.output import MEANINGS, ExitCode, Output, exit_code_of
 from dcpstore.errors import ConfigError
 
@@ -216,7 +217,7 @@ def _run(given: Sequence[str], out: Output, load: Callable[[str], Command]) -> E
         return ExitCode.OK
     out.quiet = getattr(args, "quiet", False)
     if args.version:
-        out.stdout.write(f"dcpstore {_version()}\n")
+        out.stdout.write(f"dcpstore {__version__}\n")
         return ExitCode.OK
     if command is None:
         out.stderr.write(parser.format_help())
@@ -268,12 +269,6 @@ def _epilog(examples: str) -> str:
     lines = "\n".join(f"  {line}" for line in examples.splitlines())
     codes = "\n".join(f"  {int(code):>3}  {text}" for code, text in MEANINGS.items())
     return f"examples:\n{lines}\n\nexit codes:\n{codes}"
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("dcpstore")
 
 
 def _forget(stream: TextIO) -> None:

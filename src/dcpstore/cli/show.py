@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +125,10 @@ def _describe(connection: Connection) -> Description:
 
 
 def _describe_file(connection: Connection) -> Description:
-    folder, name = connection.split()
-    with open_given_store(folder) as store:
+    from dcpstore.store.folder import file_location
+
+    folder, name = file_location(connection.url)
+    with open_given_store(replace(connection, url=folder)) as store:
         return describe_file(store, name)
 
 
