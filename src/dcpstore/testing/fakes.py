@@ -89,18 +89,10 @@ class FaultyStore(WrappedStore):
         self._script = list(script)
         self._num_seen = [0] * len(self._script)
         self._stale_keys = frozenset(stale_keys)
-        self._is_dead = False
-        self._num_requests = 0
-
-    @property
-    def num_requests(self) -> int:
-        """How many requests came, those that failed included."""
-        return self._num_requests
-
-    @property
-    def is_dead(self) -> bool:
+        self.is_dead = False
         """Whether a crash has happened."""
-        return self._is_dead
+        self.num_requests = 0
+        """How many requests came, those that failed included."""
 
     def add(self, fault: StoreFault) -> None:
         """Append a fault to the script."""
@@ -113,7 +105,7 @@ class FaultyStore(WrappedStore):
         with self._lock:
             self._script.clear()
             self._num_seen.clear()
-            self._is_dead = False
+            self.is_dead = False
 
     def fill(self, key: str, start: int, destination: Destination) -> None:
         """Fetch a range straight into the caller's memory; a ``get_range`` to the script."""
@@ -169,9 +161,8 @@ class FaultyStore(WrappedStore):
 
     def _take(self, verb: str, key: str) -> StoreFault | None:
         with self._lock:
-            self._num_requests += 1
-            if self._is_dead:
-                raise Crashed(f"{verb} {key!r}: the process has crashed", key=key)
+            self.num_requests += 1
+            self._check_alive(verb, key)
             for number, fault in enumerate(self._script):
                 if fault.verb not in (None, verb) or fault.key not in key:
                     continue
@@ -182,13 +173,13 @@ class FaultyStore(WrappedStore):
         return None
 
     def _check_alive(self, verb: str, key: str) -> None:
-        if self._is_dead:
+        if self.is_dead:
             raise Crashed(f"{verb} {key!r}: the process has crashed", key=key)
 
     def _failure(self, fault: StoreFault, verb: str, key: str) -> StoreError:
         if fault.kind in ("crash", "crash_after"):
             with self._lock:
-                self._is_dead = True
+                self.is_dead = True
         return _failure(fault, verb, key)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -377,7 +368,8 @@ class RecordingStore(WrappedStore):
         self._lock = threading.Lock()
         self._requests: list[StoreRequest] = []
         self._num_in_flight = 0
-        self._peak_in_flight = 0
+        self.peak_in_flight = 0
+        """The most requests that were under way at one time."""
 
     @property
     def requests(self) -> list[StoreRequest]:
@@ -389,11 +381,6 @@ class RecordingStore(WrappedStore):
     def counts(self) -> Counter[str]:
         """How many requests of each verb were made."""
         return Counter(request.verb for request in self.requests)
-
-    @property
-    def peak_in_flight(self) -> int:
-        """The most requests that were under way at one time."""
-        return self._peak_in_flight
 
     @property
     def num_bytes_fetched(self) -> int:
@@ -409,7 +396,7 @@ class RecordingStore(WrappedStore):
         """Forget the requests and the peak so far."""
         with self._lock:
             self._requests.clear()
-            self._peak_in_flight = self._num_in_flight
+            self.peak_in_flight = self._num_in_flight
 
     def put_parts(
         self, key: str, parts: Iterable[Part], *, part_bytes: int, max_concurrency: int
@@ -445,7 +432,7 @@ class RecordingStore(WrappedStore):
         with self._lock:
             self._num_in_flight += 1
             num_in_flight = self._num_in_flight
-            self._peak_in_flight = max(self._peak_in_flight, num_in_flight)
+            self.peak_in_flight = max(self.peak_in_flight, num_in_flight)
         begin_s = self._clock()
         failure: str | None = None
         try:

@@ -105,14 +105,14 @@ class MemoryBoard:
                 waiter.wake.set()
 
 
+@dataclass(slots=True)
 class _Slot:
     """The meeting of one send with its receive."""
 
-    def __init__(self) -> None:
-        self.data: memoryview | None = None
-        self.into: memoryview | None = None
-        self.done = threading.Event()
-        self.error: str | None = None
+    data: memoryview | None = None
+    into: memoryview | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
 
 
 class MemoryWires:
@@ -169,11 +169,11 @@ class MemoryWires:
         slot.done.set()
 
 
+@dataclass(frozen=True, slots=True)
 class _MemoryPending:
-    def __init__(self, lanes: MemoryLanes, slot: _Slot, wait: EventWait) -> None:
-        self._lanes = lanes
-        self._slot = slot
-        self._wait = wait
+    _lanes: MemoryLanes
+    _slot: _Slot
+    _wait: EventWait
 
     def wait(self, timeout_s: float) -> None:
         if not self._wait(self._slot.done, max(timeout_s, 0)):
@@ -191,24 +191,18 @@ class MemoryLanes:
         name: See `Lanes.name`.
         rank: This rank.
         wires: The same object on every rank.
+
+    Attributes:
+        name: The same on all ranks.
+        is_healthy: Whether they are open and every transfer so far went well.
     """
 
     def __init__(self, name: str, rank: int, wires: MemoryWires) -> None:
-        self._name = name
+        self.name = name
         self._rank = rank
         self._wires = wires
         self._num_posted: dict[tuple[int, int], int] = defaultdict(int)
-        self._is_open = True
-
-    @property
-    def name(self) -> str:
-        """The same on all ranks."""
-        return self._name
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether they are open and every transfer so far went well."""
-        return self._is_open
+        self.is_healthy = True
 
     def send(self, data: Buffer, to: int) -> Pending:
         """Begin to send."""
@@ -224,14 +218,14 @@ class MemoryLanes:
 
     def close(self) -> None:
         """Close them; transfers on their way fail. Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            self._wires.hang_up(self._name, self._rank)
+        if self.is_healthy:
+            self.is_healthy = False
+            self._wires.hang_up(self.name, self._rank)
 
     def _next_key(self, source: int, to: int) -> tuple[str, int, int, int]:
         posted = self._num_posted[source, to]
         self._num_posted[source, to] = posted + 1
-        return self._name, source, to, posted
+        return self.name, source, to, posted
 
 
 T = TypeVar("T")

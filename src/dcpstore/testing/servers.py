@@ -117,7 +117,8 @@ class ServerProcess:
         self._command = [sys.executable, "-m", module, *arguments]
         self._needs = needs
         self._process: subprocess.Popen[bytes] | None = None
-        self._endpoint_url = ""
+        self.endpoint_url = ""
+        """Where it listens, as ``http://127.0.0.1:port``."""
 
     def start(self) -> Self:
         """Start the process and wait until it serves.
@@ -133,7 +134,7 @@ class ServerProcess:
         if not line.strip().isdigit():
             self.close()
             raise RuntimeError(f"the server did not start: is {self._needs} installed?")
-        self._endpoint_url = f"http://127.0.0.1:{int(line)}"
+        self.endpoint_url = f"http://127.0.0.1:{int(line)}"
         return self
 
     def close(self) -> None:
@@ -156,11 +157,6 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def endpoint_url(self) -> str:
-        """Where it listens, as ``http://127.0.0.1:port``."""
-        return self._endpoint_url
 
 
 def serve_until_orphaned(server: object) -> None:
