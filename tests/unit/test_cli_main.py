@@ -20,7 +20,7 @@ from dcpstore import errors
 from dcpstore.cli import main as commands
 from dcpstore.cli.connection import add_connection_arguments, read_connection
 from dcpstore.cli.main import main
-from dcpstore.cli.output import MEANINGS, ExitCode, Output, exit_code_of
+from dcpstore.cli.output import ExitCode, Output, exit_code_of
 from dcpstore.report import Meter
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -73,8 +73,8 @@ def test_every_exit_code_is_explained_in_help_and_documentation(cli) -> None:
     assert code == 0
     rows = dict(re.findall(r"^\| (\d+) \| (.+?) \|$", DOCS.read_text(), re.MULTILINE))
     for one in ExitCode:
-        assert rows[str(int(one))] == MEANINGS[one]
-        assert MEANINGS[one] in out
+        assert rows[str(int(one))] == one.meaning
+        assert one.meaning in out
 
 
 @pytest.mark.parametrize("name", commands.SUMMARIES)
@@ -246,7 +246,7 @@ def test_an_option_without_a_name_is_refused_and_not_shown(text: str) -> None:
 
 def test_the_retry_time_reaches_the_reader() -> None:
     found, _ = connection("s3://b", "--retry-seconds=7")
-    assert found.read_config.retry_deadline_s == 7
+    assert found.config.retry_deadline_s == 7
 
 
 def test_secrets_given_as_options_are_blanked_out_of_everything_said() -> None:

@@ -328,7 +328,8 @@ class SealedContents:
                 self._num_transformed += 1
                 self._coverage.count(unchecked=item.record.num_bytes)
             elif item.record.end <= size_bytes:
-                yield self._expected(one, item)
+                dtype, sizes = self._shapes.get(one, ("", None))
+                yield Expected(item.key, item.record, _name_of(one), dtype, sizes)
 
     def _present(self, inventory: Inventory) -> Iterator[tuple[ItemId, StoredItem, int]]:
         for key, items in sorted(self._by_key.items()):
@@ -336,10 +337,6 @@ class SealedContents:
             if info is not None:
                 for one, item in items:
                     yield one, item, info.size_bytes
-
-    def _expected(self, one: ItemId, item: StoredItem) -> Expected:
-        dtype, sizes = self._shapes.get(one, ("", None))
-        return Expected(item.key, item.record, _name_of(one), dtype, sizes)
 
     # --- notes -----------------------------------------------------------------------
 

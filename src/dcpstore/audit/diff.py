@@ -68,11 +68,7 @@ class Difference:
     detail: str = ""
 
     def __str__(self) -> str:
-        if self.kind == "only left":
-            return f"only left   {self.fqn!r}: {self.left}"
-        if self.kind == "only right":
-            return f"only right  {self.fqn!r}: {self.right}"
-        said = self.detail or f"{self.left} | {self.right}"
+        said = self.detail or " | ".join(filter(None, (self.left, self.right)))
         return f"{self.kind:<10}  {self.fqn!r}: {said}"
 
 

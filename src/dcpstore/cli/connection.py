@@ -30,17 +30,12 @@ class Connection:
     Attributes:
         url: As given.
         storage_options: For the library; never shown.
-        retry_s: Most seconds spent on one request with all its tries.
+        config: The reader's settings that the command line has options for.
     """
 
     url: str
     storage_options: Mapping[str, Any] = field(repr=False)
-    retry_s: float = _RETRY_S
-
-    @property
-    def read_config(self) -> ReadConfig:
-        """The reader's knobs that the command line sets."""
-        return ReadConfig(retry_deadline_s=self.retry_s)
+    config: ReadConfig
 
 
 def add_key_arguments(parser: argparse._ActionsContainer) -> None:
@@ -99,7 +94,7 @@ def read_connection(args: argparse.Namespace, url: str, out: Output, side: str =
     if side:
         options.update(_options(args, f"{side}_", url))
     out.hide(_secrets_in(options))
-    return Connection(url, options, args.retry_seconds)
+    return Connection(url, options, ReadConfig(retry_deadline_s=args.retry_seconds))
 
 
 @contextmanager
@@ -110,7 +105,7 @@ def open_given_store(connection: Connection) -> Iterator[Store]:
     store = open_store(
         connection.url,
         storage_options=connection.storage_options,
-        retry=RetryPolicy(total_deadline_s=connection.retry_s),
+        retry=RetryPolicy(total_deadline_s=connection.config.retry_deadline_s),
     )
     try:
         yield store

@@ -90,7 +90,7 @@ def _form_of_source(args: argparse.Namespace, out: Output) -> Form:
 
     connection = read_connection(args, args.source, out, "source")
     with open_given_store(connection) as store:
-        return "dcp" if discover(store, connection.read_config).files is None else "safetensors"
+        return "dcp" if discover(store, connection.config).files is None else "safetensors"
 
 
 def _form_of_target(args: argparse.Namespace) -> Form:

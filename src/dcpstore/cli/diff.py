@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
             right.url,
             left_options=left.storage_options,
             right_options=right.storage_options,
-            config=left.read_config,
+            config=left.config,
             rules=KeyRules(include=args.keys, exclude=args.exclude),
             values=not args.no_values,
             read_all=args.read_all,

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
     found = diagnose(
         connection.url,
         storage_options=connection.storage_options,
-        config=connection.read_config,
+        config=connection.config,
         probe_bytes=args.probe_mib << 20,
         read_only=args.read_only,
         on_check=show,

@@ -36,7 +36,7 @@ from types import FrameType
 from typing import NoReturn, Protocol, TextIO, cast
 
 from dcpstore import __version__
-from dcpstore.cli.output import MEANINGS, ExitCode, Output, exit_code_of
+from dcpstore.cli.output import ExitCode, Output, exit_code_of
 from dcpstore.errors import ConfigError
 
 GRACE_S = 2.0
@@ -267,7 +267,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _epilog(examples: str) -> str:
     lines = "\n".join(f"  {line}" for line in examples.splitlines())
-    codes = "\n".join(f"  {int(code):>3}  {text}" for code, text in MEANINGS.items())
+    codes = "\n".join(f"  {int(code):>3}  {code.meaning}" for code in ExitCode)
     return f"examples:\n{lines}\n\nexit codes:\n{codes}"
 
 

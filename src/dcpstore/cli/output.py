@@ -33,39 +33,35 @@ from dcpstore.text import age_text, printable, size_text
 
 
 class ExitCode(IntEnum):
-    """Exit codes, the same for all commands. Documented in ``docs/cli.md``; never renumbered."""
+    """Exit codes, the same for all commands. Documented in ``docs/cli.md``; never renumbered.
 
-    OK = 0
-    FINDING = 1
-    USAGE = 2
-    NOT_FOUND = 3
-    DENIED = 4
-    STORE_FAILED = 5
-    EXISTS = 6
-    INCOMPATIBLE = 7
-    UNKNOWN_OUTCOME = 8
-    INTERNAL = 70
-    INTERRUPTED = 130
-    BROKEN_PIPE = 141
-    TERMINATED = 143
+    Attributes:
+        meaning: For help and documentation.
+    """
 
+    meaning: str
 
-MEANINGS = {
-    ExitCode.OK: "done, and nothing is wrong",
-    ExitCode.FINDING: "done, and something is: corrupt bytes, a difference, a failed check",
-    ExitCode.USAGE: "the command line, a URL or an option is wrong; nothing was done",
-    ExitCode.NOT_FOUND: "there is no such checkpoint, bucket or key",
-    ExitCode.DENIED: "the store refused: credentials missing, wrong or insufficient",
-    ExitCode.STORE_FAILED: "the store, the network or the local disk failed; try again",
-    ExitCode.EXISTS: "the target exists, or another writer changed it meanwhile; it was kept",
-    ExitCode.INCOMPATIBLE: "checkpoint and target, or this version of dcpstore, do not fit",
-    ExitCode.UNKNOWN_OUTCOME: "the last answer was lost: old or new, whole in either case",
-    ExitCode.INTERNAL: "a bug in dcpstore; --debug shows where",
-    ExitCode.INTERRUPTED: "ctrl-C",
-    ExitCode.BROKEN_PIPE: "the reader of the output went away (| head)",
-    ExitCode.TERMINATED: "SIGTERM",
-}
-"""What each code means, for help and documentation."""
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
+        """Make a member of its number and its meaning."""
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
+
+    OK = 0, "done, and nothing is wrong"
+    FINDING = 1, "done, and something is: corrupt bytes, a difference, a failed check"
+    USAGE = 2, "the command line, a URL or an option is wrong; nothing was done"
+    NOT_FOUND = 3, "there is no such checkpoint, bucket or key"
+    DENIED = 4, "the store refused: credentials missing, wrong or insufficient"
+    STORE_FAILED = 5, "the store, the network or the local disk failed; try again"
+    EXISTS = 6, "the target exists, or another writer changed it meanwhile; it was kept"
+    INCOMPATIBLE = 7, "checkpoint and target, or this version of dcpstore, do not fit"
+    UNKNOWN_OUTCOME = 8, "the last answer was lost: old or new, whole in either case"
+    INTERNAL = 70, "a bug in dcpstore; --debug shows where"
+    INTERRUPTED = 130, "ctrl-C"
+    BROKEN_PIPE = 141, "the reader of the output went away (| head)"
+    TERMINATED = 143, "SIGTERM"
+
 
 _OF_ERRORS: tuple[tuple[type[BaseException], ExitCode], ...] = (
     (CorruptError, ExitCode.FINDING),

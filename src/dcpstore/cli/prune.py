@@ -11,7 +11,6 @@ from typing import Any
 from dcpstore.audit.prune import (
     DEFAULT_AGE_S,
     Leftover,
-    Leftovers,
     Place,
     Pruned,
     Rules,
@@ -62,14 +61,14 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
     """Find or prune; see `dcpstore.audit.prune`."""
     connection = read_connection(args, args.url, out)
     rules = Rules(older_than_s=args.older_than, include_stock=args.stock)
-    with Place(connection.url, connection.storage_options, connection.read_config) as at:
+    with Place(connection.url, connection.storage_options, connection.config) as at:
         found = find_leftovers(at, rules)
-        pruned = remove(at, found) if args.yes else None
+        pruned = remove(at, found) if args.yes else Pruned(found, ())
     now = datetime.now(timezone.utc)
-    out.result("dcpstore.prune/1", _document(found, pruned), _lines(found, pruned, now))
+    out.result("dcpstore.prune/1", _document(pruned, args), _lines(pruned, args, now))
     for note in found.notes:
         out.warning(note)
-    if pruned is not None and pruned.failed:
+    if pruned.failed:
         _, error = pruned.failed[0]
         code = exit_code_of(error)
         out.error(error, code)
@@ -84,9 +83,10 @@ def _read_age(text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def _lines(found: Leftovers, pruned: Pruned | None, now: datetime) -> Iterator[str]:
-    failed = {one.key for one, _ in pruned.failed} if pruned else set()
-    removed = {one.key for one in pruned.removed} if pruned else set()
+def _lines(pruned: Pruned, args: argparse.Namespace, now: datetime) -> Iterator[str]:
+    found = pruned.found
+    failed = {one.key for one, _ in pruned.failed}
+    removed = {one.key for one in pruned.removed}
     if found.removable:
         rows = [
             [
@@ -102,7 +102,7 @@ def _lines(found: Leftovers, pruned: Pruned | None, now: datetime) -> Iterator[s
     for kept in found.kept:
         where = kept.folder or "the folder itself"
         yield f"kept in {where}: {count_text(len(kept.leftovers), 'leftover')}: {kept.reason}"
-    if pruned is None:
+    if not args.yes:
         total = f"{count_text(len(found.removable), 'leftover')}, {size_text(found.num_bytes)}"
         yield f"{total}; nothing was deleted" + ("; --yes deletes them" if found.removable else "")
     else:
@@ -112,10 +112,11 @@ def _lines(found: Leftovers, pruned: Pruned | None, now: datetime) -> Iterator[s
         )
 
 
-def _document(found: Leftovers, pruned: Pruned | None) -> dict[str, Any]:
+def _document(pruned: Pruned, args: argparse.Namespace) -> dict[str, Any]:
+    found = pruned.found
     return {
         "url": found.url,
-        "dry_run": pruned is None,
+        "dry_run": not args.yes,
         "removable": [_fields(one) for one in found.removable],
         "num_bytes": found.num_bytes,
         "kept": [
@@ -126,10 +127,8 @@ def _document(found: Leftovers, pruned: Pruned | None) -> dict[str, Any]:
             }
             for kept in found.kept
         ],
-        "deleted": [one.key for one in pruned.removed] if pruned else [],
-        "failed": [{"key": one.key, "reason": str(why)} for one, why in pruned.failed]
-        if pruned
-        else [],
+        "deleted": [one.key for one in pruned.removed],
+        "failed": [{"key": one.key, "reason": str(why)} for one, why in pruned.failed],
         "notes": list(found.notes),
     }
 

@@ -118,10 +118,10 @@ def _describe(connection: Connection) -> Description:
             return describe_torch_file(
                 connection.url,
                 storage_options=connection.storage_options,
-                config=connection.read_config,
+                config=connection.config,
             )
     with open_given_store(connection) as store:
-        return describe(store, connection.read_config)
+        return describe(store, connection.config)
 
 
 def _describe_file(connection: Connection) -> Description:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, out: Output) -> ExitCode:
         found = verify_checkpoint(
             connection.url,
             storage_options=connection.storage_options,
-            config=connection.read_config,
+            config=connection.config,
             progress=progress,
         )
     lines = chain(found.summary().splitlines(), map(str, found.findings))
