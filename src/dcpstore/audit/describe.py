@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from math import prod
@@ -30,6 +29,7 @@ from dcpstore.errors import NotFoundError
 from dcpstore.format.dtypes import DTYPES, dtype_name
 from dcpstore.format.manifest import ItemId, Manifest, StoredItem
 from dcpstore.format.safetensors import TensorInFile
+from dcpstore.format.seal import rank_of
 from dcpstore.read.discovery import Discovered, discover, sealed_ranks
 from dcpstore.read.safetensors import read_header
 from dcpstore.store.base import Store
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 
 FileLayout: TypeAlias = Literal["dcpstore", "dcp", "safetensors", "torch_file"]
-
-_RANK_OF = re.compile(r"(?:.*/)?__(\d+)_\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ class Shard:
     @property
     def rank(self) -> int | None:
         """The rank that wrote it, where the object's name tells."""
-        return _rank_of(self.object_key)
+        return rank_of(self.object_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,6 @@ class Described:
         key: Its flattened name.
         dtype: Name of its dtype; empty for a value.
         sizes: Shape of the whole tensor in elements; empty for a value.
-        is_tensor: Whether it is a tensor, and not any other value.
         shards: Its stored pieces.
         is_in_state_dict: False for an item that a planner stored beside the state dict.
     """
@@ -88,9 +85,13 @@ class Described:
     key: str
     dtype: str
     sizes: tuple[int, ...]
-    is_tensor: bool
     shards: tuple[Shard, ...]
     is_in_state_dict: bool = True
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor, and not any other value."""
+        return bool(self.dtype)
 
     @property
     def num_elements(self) -> int:
@@ -202,7 +203,7 @@ def collect(
             count[0] += 1
             count[1] += shard.stored_bytes
     objects = (
-        DescribedObject(key, _rank_of(key), num_items, stored_bytes, known.get(key))
+        DescribedObject(key, rank_of(key), num_items, stored_bytes, known.get(key))
         for key, (num_items, stored_bytes) in counts.items()
     )
     return tuple(sorted(objects, key=lambda one: natural_order(one.key)))
@@ -223,7 +224,6 @@ def _of_manifest(url: str, manifest: Manifest) -> Description:
             key=entry.fqn,
             dtype=_dtype_in(entry.properties) if entry.properties is not None else "",
             sizes=entry.sizes,
-            is_tensor=entry.properties is not None,
             shards=tuple(shards.get(entry.fqn, ())),
             is_in_state_dict=entry.in_state_dict,
         )
@@ -255,7 +255,6 @@ def _of_metadata(url: str, metadata: Any) -> Description:
             key=fqn,
             dtype=dtypes.get(fqn, ""),
             sizes=tuple(entry.size) if fqn in dtypes else (),
-            is_tensor=fqn in dtypes,
             shards=tuple(shards.get(fqn, ())),
         )
         for fqn, entry in metadata.state_dict_metadata.items()
@@ -276,7 +275,6 @@ def _of_files(url: str, files: Mapping[str, Iterable[TensorInFile]]) -> Descript
                 key=key,
                 dtype=found[0][1].dtype,
                 sizes=tuple(map(max, *ends)) if len(found) > 1 else found[0][1].sizes,
-                is_tensor=True,
                 shards=tuple(_shard_of_file(name, tensor) for name, tensor in found),
             )
         )
@@ -332,22 +330,15 @@ def _merge(url: str, parts: list[Description]) -> Description:
     """Join what ranks sealed each for itself (``use_collectives=False``)."""
     entries = [entry for part in parts for entry in part.entries]
     sizes = {one.key: one.num_bytes for part in parts for one in part.objects}
-    joined = _finish(url, parts[0].layout, entries, sizes)
     remark = (
         f"sealed by {count_text(len(parts), 'rank')}, each for itself: keys may come once per rank"
     )
-    return Description(joined.url, joined.layout, joined.entries, joined.objects, remarks=(remark,))
+    return replace(_finish(url, parts[0].layout, entries, sizes), remarks=(remark,))
 
 
 @lru_cache(maxsize=64)  # thousands of tensors share a few texts
 def _dtype_in(properties: str) -> str:
     return str(json.loads(properties)["dtype"])
-
-
-@lru_cache(maxsize=4096)
-def _rank_of(object_key: str) -> int | None:
-    match = _RANK_OF.match(object_key)
-    return int(match[1]) if match else None
 
 
 # --- torch.save files ----------------------------------------------------------------------
@@ -378,7 +369,7 @@ def describe_torch_file(
         entries = [
             _of_torch_tensor(file, name, key, value)
             if isinstance(value, torch.Tensor)
-            else Described(key, "", (), is_tensor=False, shards=())
+            else Described(key, "", (), ())
             for key, value in flat.items()
         ]
         entries.sort(key=lambda entry: natural_order(entry.key))
@@ -405,7 +396,7 @@ def _of_torch_tensor(file: TorchFile, name: str, key: str, tensor: torch.Tensor)
         storage, num_bytes = file.storages[place.storage_key], place.span().num_bytes
         start, offsets = storage.member.header_offset, (0,) * len(sizes)
         shards = (Shard(name, start, storage.num_bytes, num_bytes, offsets, sizes),)
-    return Described(key, dtype_name(tensor.dtype), sizes, is_tensor=True, shards=shards)
+    return Described(key, dtype_name(tensor.dtype), sizes, shards)
 
 
 # --- choosing and adding up ------------------------------------------------------------------
@@ -477,15 +468,15 @@ def sort_entries(
     entries: Iterable[Described], order: Order, *, is_reversed: bool = False
 ) -> tuple[Described, ...]:
     """Order entries; by bytes and by shards the largest come first."""
+    keys: dict[str, Callable[[Described], Any]] = {
+        "key": lambda _: 0,
+        "bytes": lambda entry: -entry.num_bytes,
+        "shards": lambda entry: -len(entry.shards),
+        "dtype": lambda entry: entry.dtype,
+        "shape": lambda entry: entry.sizes,
+    }
     found = sorted(entries, key=lambda entry: natural_order(entry.key))
-    if order == "bytes":
-        found.sort(key=lambda entry: -entry.num_bytes)
-    elif order == "shards":
-        found.sort(key=lambda entry: -len(entry.shards))
-    elif order == "dtype":
-        found.sort(key=lambda entry: entry.dtype)
-    elif order == "shape":
-        found.sort(key=lambda entry: entry.sizes)
+    found.sort(key=keys[order])
     return tuple(reversed(found) if is_reversed else found)
 
 
@@ -551,23 +542,8 @@ def render_plot(description: Description, entries: Sequence[Described]) -> str:
     return f"{before}{data}{after}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Lanes:
-    """The columns of the page.
-
-    Attributes:
-        unit: What a lane is: ``"rank"`` or ``"object"``.
-        names: Of each lane.
-        of_object: The lane of each object.
-    """
-
-    unit: str
-    names: tuple[str, ...]
-    of_object: Mapping[str, int]
-
-
 def _data(description: Description, entries: Sequence[Described]) -> dict[str, Any]:
-    lanes = _lanes(description, entries)
+    unit, lanes, lane_of = _lanes(description, entries)
     dtypes: dict[str, int] = {}
     rows = [
         [
@@ -576,7 +552,7 @@ def _data(description: Description, entries: Sequence[Described]) -> dict[str, A
             "x".join(map(str, entry.sizes)) if entry.is_tensor else "-",
             entry.num_bytes,
             len(entry.shards),
-            _cells(entry, lanes),
+            _cells(entry, lane_of),
         ]
         for entry in entries
     ]
@@ -585,8 +561,8 @@ def _data(description: Description, entries: Sequence[Described]) -> dict[str, A
         "layout": description.layout,
         "save_id": description.save_id,
         "num_keys": len(description.entries),
-        "unit": lanes.unit,
-        "lanes": lanes.names,
+        "unit": unit,
+        "lanes": lanes,
         "num_objects": len(description.objects),
         "num_ranks": len({one.rank for one in description.objects if one.rank is not None}),
         "dtypes": list(dtypes),
@@ -595,32 +571,33 @@ def _data(description: Description, entries: Sequence[Described]) -> dict[str, A
     }
 
 
-def _lanes(description: Description, entries: Sequence[Described]) -> _Lanes:
+def _lanes(
+    description: Description, entries: Sequence[Described]
+) -> tuple[str, list[str], dict[str, int]]:
+    """Return what a lane is, the names of all lanes, and the lane of each object."""
     used = {shard.object_key for entry in entries for shard in entry.shards}
     objects = [one for one in description.objects if one.key in used]
-    if objects and all(one.rank is not None for one in objects):
-        unit = "rank"
-        order = sorted({one.rank for one in objects if one.rank is not None})
-        at = {rank: number for number, rank in enumerate(order)}
-        places = {one.key: at[one.rank] for one in objects if one.rank is not None}
-        names = [str(rank) for rank in order]
-    else:
-        unit, names = "object", [one.key for one in objects]
-        places = {name: number for number, name in enumerate(names)}
-    width = max(1, -(-len(names) // MAX_LANES))
-    joined = [names[start : start + width] for start in range(0, len(names), width)]
-    return _Lanes(
+    ranks = {one.key: one.rank for one in objects if one.rank is not None}
+    unit, names = "object", {one.key: one.key for one in objects}
+    if objects and len(ranks) == len(objects):
+        by_rank = sorted(ranks.items(), key=lambda pair: pair[1])
+        unit, names = "rank", {key: str(rank) for key, rank in by_rank}
+    order = list(dict.fromkeys(names.values()))
+    width = max(1, -(-len(order) // MAX_LANES))
+    joined = [order[start : start + width] for start in range(0, len(order), width)]
+    number = {name: at for at, part in enumerate(joined) for name in part}
+    return (
         unit,
-        tuple(part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in joined),
-        {key: place // width for key, place in places.items()},
+        [part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in joined],
+        {key: number[name] for key, name in names.items()},
     )
 
 
-def _cells(entry: Described, lanes: _Lanes) -> list[int]:
+def _cells(entry: Described, lane_of: Mapping[str, int]) -> list[int]:
     """Return ``[lane, bytes, lane, bytes, ...]`` of a key."""
     found: dict[int, int] = {}
     for shard in entry.shards:
-        lane = lanes.of_object[shard.object_key]
+        lane = lane_of[shard.object_key]
         found[lane] = found.get(lane, 0) + shard.num_bytes
     return [number for cell in sorted(found.items()) for number in cell]
 

@@ -118,9 +118,16 @@ _GRANTS: dict[str, dict[Verb, str]] = {
         "delete": "write permission on the folder",
     },
 }
-_SKEWED = ("RequestTimeTooSkewed", "AccessDenied: Request has expired")
-_EXPIRED = ("ExpiredToken", "have expired")
-_UNKNOWN_KEY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthFailure", "InvalidToken")
+# What to do where the store's answer has one of these words.
+_ADVICE = {
+    ("RequestTimeTooSkewed", "AccessDenied: Request has expired"): (
+        "set this machine's clock (NTP): the store refuses requests of another time"
+    ),
+    ("ExpiredToken", "have expired"): "renew the credentials",
+    ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthFailure", "InvalidToken"): (
+        "the store does not know this key: check key, secret, profile and endpoint"
+    ),
+}
 
 
 def is_missing_bucket(error: CheckpointError) -> bool:
@@ -136,12 +143,9 @@ def advice_on(error: CheckpointError, scheme: str, verb: Verb) -> str:
         return "give the URL of a checkpoint: there is none here"
     if isinstance(error, ConfigError):
         return "correct the URL or the storage options"
-    if any(word in error.message for word in _SKEWED):
-        return "set this machine's clock (NTP): the store refuses requests of another time"
-    if any(word in error.message for word in _EXPIRED):
-        return "renew the credentials"
-    if any(word in error.message for word in _UNKNOWN_KEY):
-        return "the store does not know this key: check key, secret, profile and endpoint"
+    for words, advice in _ADVICE.items():
+        if any(word in error.message for word in words):
+            return advice
     if isinstance(error, StoreError) and error.denied:
         grant = _GRANTS.get(scheme, {}).get(verb)
         return f"grant {grant}, or check the credentials" if grant else "check the credentials"

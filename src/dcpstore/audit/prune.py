@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreError
-from dcpstore.format.seal import METADATA_KEY, metadata_key, save_id_of
+from dcpstore.format.seal import METADATA_KEY, metadata_key, rank_of, save_id_of
 from dcpstore.store import open_store
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.store.folder import Folder, parse_location
@@ -87,7 +87,6 @@ PROBE_FOLDER = re.compile(r"\.dcpstore-doctor-[0-9a-f]{16}")
 _STOCK_DATA = re.compile(r"__(\d+)_\d+\.distcp|\.metadata\.tmp")
 # A local file that an engine was writing is told by its name alone, and may be somebody's own.
 _WRITTEN = re.compile(r"\.dcpstore-.*|.*\.(?:metadata|distcp|safetensors|pt|pth|json)")
-_RANK_OF = re.compile(r"__(\d+)(?:_\d+\..*|\.metadata)")
 
 LeftoverKind: TypeAlias = Literal["object", "stock", "probe", "upload"]
 
@@ -120,8 +119,7 @@ class Leftover:
     @property
     def rank(self) -> int | None:
         """The rank in its name; None if there is none."""
-        match = _RANK_OF.fullmatch(_split(self.key)[1])
-        return int(match[1]) if match else None
+        return rank_of(self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,14 +283,14 @@ def _split(key: str) -> tuple[str, str]:
 def _sort_in(folders: dict[str, _Folder], info: ObjectInfo, rules: Rules) -> None:
     name_of_folder, name = _split(info.key)
     kind = _kind_of(name_of_folder, name, rules)
-    rank = _RANK_OF.fullmatch(name)
+    rank = rank_of(name)
     if kind is None and rank is None:
         return
     folder = folders.setdefault(name_of_folder, _Folder())
     if kind is not None:
         folder.suspects.append(Leftover(kind, info.key, info.modified, info.size_bytes))
     if rank is not None:
-        folder.ranks.add(int(rank[1]))
+        folder.ranks.add(rank)
 
 
 def _kind_of(folder: str, name: str, rules: Rules) -> LeftoverKind | None:

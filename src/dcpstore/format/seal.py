@@ -20,6 +20,7 @@ import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 from unicodedata import category
 
@@ -34,6 +35,7 @@ _MOST_NAME_BYTES = 1024  # of S3 and Google; Azure takes as many characters
 _CONTROL = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _DATA_KEY = re.compile(r"__\d+_\d+\.([0-9a-f]{16})\.distcp")
+_RANK = re.compile(r"__(\d+)(?:_\d+\..*|\.metadata)")
 _MANIFEST_KEY = re.compile(r"\.dcpstore-([0-9a-f]{16})")
 _MAGIC = b"DCPSSEAL"
 _TAIL = struct.Struct("<I8s")
@@ -69,6 +71,13 @@ def save_id_of(key: str) -> str | None:
     """Return the save id in the name of one of our objects; None for any other name."""
     match = _DATA_KEY.fullmatch(key) or _MANIFEST_KEY.fullmatch(key)
     return match[1] if match else None
+
+
+@lru_cache(maxsize=4096)  # thousands of chunks lie in one object
+def rank_of(key: str) -> int | None:
+    """Return the rank in the name of any writer's data or metadata; None if there is none."""
+    match = _RANK.fullmatch(key.rpartition("/")[2])
+    return int(match[1]) if match else None
 
 
 def check_relative(path: str) -> str:
