@@ -49,12 +49,12 @@ def tensor(key: str, sizes: tuple[int, ...], *ranks: int, dtype: str = "float32"
         )
         for number, rank in enumerate(ranks)
     )
-    return Described(key, dtype, sizes, is_tensor=True, shards=shards)
+    return Described(key, dtype, sizes, shards=shards)
 
 
 def value(key: str) -> Described:
     shard = Shard(data_key(0, 0, SAVE), 0, 50, 50)
-    return Described(key, "", (), is_tensor=False, shards=(shard,))
+    return Described(key, "", (), shards=(shard,))
 
 
 def described(*entries: Described) -> Description:
@@ -295,7 +295,7 @@ def test_a_key_cannot_break_out_of_the_page() -> None:
 
 def test_without_ranks_in_the_names_the_lanes_are_objects() -> None:
     shard = Shard("model-00001-of-00002.safetensors", 8, 40, 40, (0,), (10,))
-    entry = Described("w", "float32", (10,), is_tensor=True, shards=(shard,))
+    entry = Described("w", "float32", (10,), shards=(shard,))
     data = data_of(render_plot(described(entry), [entry]))
     assert (data["unit"], data["lanes"]) == ("object", [shard.object_key])
 

@@ -30,12 +30,17 @@ class Connection:
     Attributes:
         url: As given.
         storage_options: For the library; never shown.
-        config: The reader's settings that the command line has options for.
+        retry_s: Most seconds spent on one request with all its tries.
     """
 
     url: str
     storage_options: Mapping[str, Any] = field(repr=False)
-    config: ReadConfig
+    retry_s: float = _RETRY_S
+
+    @property
+    def config(self) -> ReadConfig:
+        """The reader's settings that the command line has options for."""
+        return ReadConfig(retry_deadline_s=self.retry_s)
 
 
 def add_key_arguments(parser: argparse._ActionsContainer) -> None:
@@ -94,7 +99,7 @@ def read_connection(args: argparse.Namespace, url: str, out: Output, side: str =
     if side:
         options.update(_options(args, f"{side}_", url))
     out.hide(_secrets_in(options))
-    return Connection(url, options, ReadConfig(retry_deadline_s=args.retry_seconds))
+    return Connection(url, options, args.retry_seconds)
 
 
 @contextmanager
@@ -105,7 +110,7 @@ def open_given_store(connection: Connection) -> Iterator[Store]:
     store = open_store(
         connection.url,
         storage_options=connection.storage_options,
-        retry=RetryPolicy(total_deadline_s=connection.config.retry_deadline_s),
+        retry=RetryPolicy(total_deadline_s=connection.retry_s),
     )
     try:
         yield store
