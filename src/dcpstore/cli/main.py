@@ -35,7 +35,6 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn, Protocol, TextIO, cast
 
-from dcpstore import __version__
 from dcpstore.cli.output import ExitCode, Output, exit_code_of
 from dcpstore.errors import ConfigError
 
@@ -217,7 +216,9 @@ def _run(given: Sequence[str], out: Output, load: Callable[[str], Command]) -> E
         return ExitCode.OK
     out.quiet = getattr(args, "quiet", False)
     if args.version:
-        out.stdout.write(f"dcpstore {__version__}\n")
+        from importlib.metadata import version
+
+        out.stdout.write(f"dcpstore {version('dcpstore')}\n")
         return ExitCode.OK
     if command is None:
         out.stderr.write(parser.format_help())
