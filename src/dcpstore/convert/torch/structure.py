@@ -407,46 +407,10 @@ def _insert(root: Any, path: Sequence[str | int], value: Any, name: str) -> None
 # --- dtypes ---------------------------------------------------------------------------
 
 
-class Recast:
-    """Stand-ins of other dtypes; tensors that shared a storage share the new one.
-
-    Args:
-        views: Tells stand-ins.
-    """
-
-    def __init__(self, views: StorageViews) -> None:
-        self._views = views
-        self._storages: dict[tuple[int, torch.dtype], torch.UntypedStorage] = {}
-
-    @property
-    def num_bytes(self) -> dict[int, int]:
-        """Length of each new storage, by identity."""
-        return {storage_identity(one): one.nbytes() for one in self._storages.values()}
-
-    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a stand-in of another dtype, of the same class, strides and attributes."""
-        if not is_stand_in(tensor, self._views):
-            raise IncompatibleError(f"a tensor of layout {tensor.layout} cannot be cast here")
-        old = storage_identity(tensor)
-        storage = self._storages.get((old, dtype))
-        if storage is None:
-            numel = self._views.num_bytes(old) // tensor.dtype.itemsize
-            storage = self._storages[old, dtype] = meta_storage(numel * dtype.itemsize)
-        made = torch.empty(0, dtype=dtype, device="meta")
-        made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if type(tensor) is torch.nn.Parameter:
-            is_trained = tensor.requires_grad and (dtype.is_floating_point or dtype.is_complex)
-            made = torch.nn.Parameter(made, is_trained)
-        elif dtype.is_floating_point or dtype.is_complex:
-            made.requires_grad_(tensor.requires_grad)
-        made.__dict__.update(tensor.__dict__)
-        return made
-
-
 def cast_stand_ins(
     values: Mapping[str, Any], fqns: Iterable[str], views: StorageViews, selection: Selection
 ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
-    """Give stand-ins the dtypes that were chosen for them.
+    """Give stand-ins the dtypes that were chosen; those that shared a storage share the new one.
 
     Args:
         values: Leaves by key.
@@ -458,14 +422,36 @@ def cast_stand_ins(
         Each stand-in by key, the same one where its dtype stays; and the length of each new
         storage, by identity.
     """
-    recast = Recast(views)
+    storages: dict[tuple[int, torch.dtype], torch.UntypedStorage] = {}
     tensors: dict[str, torch.Tensor] = {}
     for fqn in fqns:
         value = values[fqn]
-        if isinstance(value, torch.Tensor) and is_stand_in(value, views):
-            dtype = selection.dtype_of(fqn, value.dtype)
-            tensors[fqn] = value if dtype == value.dtype else recast.cast(value, dtype)
-    return tensors, recast.num_bytes
+        if not isinstance(value, torch.Tensor) or not is_stand_in(value, views):
+            continue
+        tensors[fqn] = value
+        dtype = selection.dtype_of(fqn, value.dtype)
+        if dtype != value.dtype:
+            old = storage_identity(value)
+            if (old, dtype) not in storages:
+                numel = views.num_bytes(old) // value.dtype.itemsize
+                storages[old, dtype] = meta_storage(numel * dtype.itemsize)
+            tensors[fqn] = _recast(value, dtype, storages[old, dtype])
+    return tensors, {storage_identity(one): one.nbytes() for one in storages.values()}
+
+
+def _recast(
+    tensor: torch.Tensor, dtype: torch.dtype, storage: torch.UntypedStorage
+) -> torch.Tensor:
+    """Return a stand-in of another dtype, of the same class, strides and attributes."""
+    made = torch.empty(0, dtype=dtype, device="meta")
+    made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if type(tensor) is torch.nn.Parameter:
+        is_trained = tensor.requires_grad and (dtype.is_floating_point or dtype.is_complex)
+        made = torch.nn.Parameter(made, is_trained)
+    elif dtype.is_floating_point or dtype.is_complex:
+        made.requires_grad_(tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made
 
 
 LAYOUT_KEY = ".dcpstore.torch_save"
