@@ -69,13 +69,11 @@ class PickledStorage:
         key: Its name in the archive; tensors with the same one share memory.
         dtype: Of the tensors that were saved with it; uint8 where it has none.
         num_bytes: Its length.
-        location: Where it was when it was saved, such as ``"cuda:0"``.
     """
 
     key: str
     dtype: torch.dtype
     num_bytes: int
-    location: str
 
 
 class Storages:
@@ -95,12 +93,12 @@ class Storages:
     def persistent_load(self, persistent_id: Any) -> Any:
         """Return the storage of a persistent id, as both unpicklers ask for it."""
         match persistent_id:
-            case ("storage", kind, str() as key, str() as location, int() as count) if count >= 0:
+            case ("storage", kind, str() as key, str(), int() as count) if count >= 0:
                 dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
                 if isinstance(dtype, torch.dtype):
                     if not is_plain_dtype(dtype):
                         raise IncompatibleError(_no_stand_in(self._what, f"it is of {dtype}"))
-                    one = PickledStorage(key, dtype, count * dtype.itemsize, location)
+                    one = PickledStorage(key, dtype, count * dtype.itemsize)
                     return typed_storage(self._storage(one), dtype)
         kind = type(persistent_id).__name__
         raise CorruptError(f"{self._what} is damaged: it names a storage by a strange {kind}")
@@ -346,7 +344,7 @@ class TorchFile:
     def storages(self) -> Mapping[str, StoredStorage]:
         """Every storage that the saved structure uses, by key, in the order of the file."""
         found = {
-            key: StoredStorage(key, one.dtype, one.num_bytes, one.location, self._member(key))
+            key: StoredStorage(key, one.dtype, one.num_bytes, self._member(key))
             for key, one in self._held.pickled.items()
         }
         ordered = sorted(found.values(), key=lambda one: one.member.header_offset)
