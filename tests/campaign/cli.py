@@ -154,12 +154,13 @@ class _Failed:
 def work(kind: str, seed: str, answers: Any, stop: Any) -> None:
     """Run schedules until told to stop. The body of a worker process."""
     be_quiet()
+    parent = multiprocessing.parent_process()
     try:
         with runner_of(kind) as run:
             worker = _Worker(run, answers)
             batches = _batches(draws := AllDraws(kind, seed))
             with ThreadPoolExecutor(_NUM_THREADS if kind == "wire" else 1) as executor:
-                while not stop.is_set():
+                while not stop.is_set() and (parent is None or parent.is_alive()):
                     outcomes = list(executor.map(run, next(batches)))
                     for outcome in outcomes:
                         draws.note(outcome.schedule, outcome.fired)
