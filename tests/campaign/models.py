@@ -331,7 +331,6 @@ class ModelStore:
         return Capabilities(
             atomic_create=True,
             compare_and_swap=True,
-            parallel_parts=True,
             acknowledges_puts=True,
             gathers_parts=not self._is_s3fs,
         )
@@ -537,7 +536,6 @@ class FileModel(ModelStore):
         return Capabilities(
             atomic_create=True,
             compare_and_swap=False,
-            parallel_parts=not self._is_fsspec,
             acknowledges_puts=True,
             gathers_parts=not self._is_fsspec,
             fills_memory=not self._is_fsspec,

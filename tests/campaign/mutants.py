@@ -100,9 +100,9 @@ MUTANTS = (
     ),
     Mutant(
         "every-store-honours-preconditions",
-        "write/commit.py",
-        '    if mode == "overwrite":\n        return False\n    promised',
-        "    if mode is not None:\n        return True\n    promised",
+        "store/base.py",
+        '        if mode == "overwrite":\n            return False\n        return self.atomic',
+        "        if mode:\n            return True\n        return self.atomic",
         _VERBS,
     ),
     Mutant(

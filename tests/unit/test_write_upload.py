@@ -38,7 +38,6 @@ class Sink:
         self.capabilities = Capabilities(
             atomic_create=True,
             compare_and_swap=True,
-            parallel_parts=True,
             acknowledges_puts=True,
             gathers_parts=gathers,
         )

@@ -330,7 +330,6 @@ class Capabilities:
             False, the engine looks first and then puts, and two writers can both win.
         compare_and_swap: ``put(mode=IfMatch(...))`` is decided by the store in one
             step. Where False, the engine compares first and then puts.
-        parallel_parts: ``put_parts`` sends several parts of one object at a time.
         acknowledges_puts: A put returns the ETag that the store gave the object. Where
             False, the caller should ``head`` an object to be sure of it.
         gathers_parts: ``put_parts`` sends the pieces of a part from where they lie. Where
@@ -341,7 +340,6 @@ class Capabilities:
 
     atomic_create: bool
     compare_and_swap: bool
-    parallel_parts: bool
     acknowledges_puts: bool
     gathers_parts: bool = False
     fills_memory: bool = False

@@ -264,7 +264,7 @@ class _Upload:
     """
 
     capabilities = Capabilities(
-        atomic_create=False, compare_and_swap=False, parallel_parts=False, acknowledges_puts=False
+        atomic_create=False, compare_and_swap=False, acknowledges_puts=False
     )
 
     def __init__(self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy) -> None:
@@ -314,9 +314,7 @@ class _Upload:
 class _LocalUpload(_Upload):
     """Temporary file beside the target, then one rename or link."""
 
-    capabilities = Capabilities(
-        atomic_create=True, compare_and_swap=False, parallel_parts=False, acknowledges_puts=True
-    )
+    capabilities = Capabilities(atomic_create=True, compare_and_swap=False, acknowledges_puts=True)
 
     def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
         del time  # nothing here can be given up in the middle
@@ -353,9 +351,7 @@ class _LocalUpload(_Upload):
 class _MemoryUpload(_Upload):
     """fsspec's memory filesystem; its store decides conditional puts under one lock."""
 
-    capabilities = Capabilities(
-        atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
-    )
+    capabilities = Capabilities(atomic_create=True, compare_and_swap=True, acknowledges_puts=True)
 
     def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
         del mode, time
@@ -387,9 +383,7 @@ class _GcsUpload(_Upload):
     from there.
     """
 
-    capabilities = Capabilities(
-        atomic_create=True, compare_and_swap=True, parallel_parts=False, acknowledges_puts=True
-    )
+    capabilities = Capabilities(atomic_create=True, compare_and_swap=True, acknowledges_puts=True)
 
     def __init__(self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy) -> None:
         super().__init__(fs, path, part_bytes, policy)

@@ -193,7 +193,6 @@ class S3fsStore(Engine):
         return Capabilities(
             atomic_create="IfNoneMatch" in known,
             compare_and_swap="IfMatch" in known,
-            parallel_parts=True,
             acknowledges_puts=True,
             limits=self._limits,
         )
