@@ -22,12 +22,13 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
+from typing_extensions import Unpack
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError, NotFoundError
@@ -45,6 +46,20 @@ from dcpstore.read.sharing import SharePolicy, Shares, read_shared
 from dcpstore.read.torch_save import BroadcastingTorchSaveReader
 from dcpstore.report import LoadResult, Meter, Phases, ProgressCallback, Transfer, show_progress
 from dcpstore.text import collector_paused
+
+
+class LoadOptions(TypedDict, total=False):
+    """Keywords of `load` that what loads an optimizer takes too."""
+
+    planner: DcpLoadPlanner | None
+    process_group: Ranks
+    storage_options: Mapping[str, Any] | None
+    config: ReadConfig | None
+    share: SharePolicy
+    coordinator_rank: int
+    deadline_s: float
+    progress: ProgressCallback | bool | None
+
 
 StateMaker: TypeAlias = Callable[[Metadata], MutableMapping[str, Any]]
 """Makes the state dict once it is known what the checkpoint holds."""
@@ -109,6 +124,17 @@ def load(
         with show_progress("load", progress, is_coordinator=group.is_coordinator) as meter:
             job = _LoadJob(group, reader, planner or LoadPlanner(strict=strict), share, meter)
             return job.run(make_state)
+
+
+def load_from(
+    source: str | os.PathLike[str] | StorageReader,
+    make_state: StateMaker,
+    **options: Unpack[LoadOptions],
+) -> LoadResult:
+    """Load from a folder, or with any DCP storage reader. Collective; see `load`."""
+    if isinstance(source, StorageReader):
+        return load(make_state, storage_reader=source, **options)
+    return load(make_state, source, **options)
 
 
 @dataclass(slots=True)

@@ -25,13 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
-from dcpstore.config import ReadConfig
 from dcpstore.errors import ConfigError, IncompatibleError
-from dcpstore.loading import load
+from dcpstore.loading import LoadOptions, load_from
 from dcpstore.optimizer.layout import (
     Entry,
     Path,
@@ -53,9 +52,7 @@ from dcpstore.optimizer.live import (
     at_path,
 )
 from dcpstore.plan.rules import KeyRules, Rename, Strictness, is_strict
-from dcpstore.ranks.agreement import Ranks
-from dcpstore.read.sharing import SharePolicy
-from dcpstore.report import LoadResult, ProgressCallback
+from dcpstore.report import LoadResult
 
 
 def stored_names(names: Mapping[str, Sequence[str]], rename: Rename | None) -> dict[str, list[str]]:
@@ -498,14 +495,7 @@ def restore_optimizer(
     key: str = "optim",
     rename: Rename | None = None,
     strict: Strictness = True,
-    planner: DcpLoadPlanner | None = None,
-    process_group: Ranks = None,
-    storage_options: Mapping[str, Any] | None = None,
-    config: ReadConfig | None = None,
-    share: SharePolicy = "auto",
-    coordinator_rank: int = 0,
-    deadline_s: float = 1800.0,
-    progress: ProgressCallback | bool | None = None,
+    **options: Unpack[LoadOptions],
 ) -> LoadResult:
     """Restore an optimizer from a checkpoint, on any number of ranks. All ranks; collective.
 
@@ -532,15 +522,9 @@ def restore_optimizer(
             and of prefixes that end with ``.``, or a function.
         strict: Whether a parameter that the saved optimizer did not have is an error, for all
             or per prefix of names. If not, its state stays as it is.
-        planner: Any DCP load planner; None for `dcpstore.LoadPlanner`. It is given the flat
-            keys of the checkpoint.
-        process_group: The ranks that load together; None for all, or for this process alone.
-        storage_options: As for `dcpstore.load`; so are all arguments below.
-        config: Sizes, bounds, retries, casts and trust.
-        share: Whether ranks share what they fetch.
-        coordinator_rank: Rank of the group that reads the metadata.
-        deadline_s: Most seconds that one step may take.
-        progress: A callback, True for a bar, None for one on a terminal.
+        options: ``planner``, ``process_group``, ``storage_options``, ``config``, ``share``,
+            ``coordinator_rank``, ``deadline_s`` and ``progress`` of `dcpstore.load`. A planner is
+            given the flat keys of the checkpoint.
 
     Returns:
         What the load did: ``loaded``, ``missing`` and ``unexpected`` are of this optimizer.
@@ -554,17 +538,5 @@ def restore_optimizer(
         CheckpointError: As `dcpstore.load` does.
     """
     restoring = Restoring(LiveOptimizer(model, optimizer), key, rename, strict)
-    result = load(
-        restoring.make_state,
-        None if isinstance(source, StorageReader) else source,
-        storage_reader=source if isinstance(source, StorageReader) else None,
-        planner=planner,
-        process_group=process_group,
-        storage_options=storage_options,
-        config=config,
-        share=share,
-        coordinator_rank=coordinator_rank,
-        deadline_s=deadline_s,
-        progress=progress,
-    )
+    result = load_from(source, restoring.make_state, **options)
     return restoring.finish(result)

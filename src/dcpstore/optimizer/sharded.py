@@ -16,12 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
-from dcpstore.config import ReadConfig
-from dcpstore.loading import load
+from dcpstore.loading import LoadOptions, load_from
 from dcpstore.optimizer.layout import (
     Entry,
     Owner,
@@ -35,9 +34,7 @@ from dcpstore.optimizer.layout import (
     state_key,
 )
 from dcpstore.optimizer.restoring import check_options
-from dcpstore.ranks.agreement import Ranks
-from dcpstore.read.sharing import SharePolicy
-from dcpstore.report import LoadResult, ProgressCallback
+from dcpstore.report import LoadResult
 from dcpstore.torch_private import set_element
 
 # What torch's optimizers keep in their parameter's shape.
@@ -198,16 +195,9 @@ def load_sharded_optimizer_state_dict(
     optimizer_key: str,
     source: str | os.PathLike[str] | StorageReader,
     *,
-    planner: DcpLoadPlanner | None = None,
-    process_group: Ranks = None,
     optimizer: Optimizer | None = None,
     parameter_names: Sequence[str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    config: ReadConfig | None = None,
-    share: SharePolicy = "auto",
-    coordinator_rank: int = 0,
-    deadline_s: float = 1800.0,
-    progress: ProgressCallback | bool | None = None,
+    **options: Unpack[LoadOptions],
 ) -> LoadedOptimizerState:
     """Load a saved optimizer, each tensor sharded the way the model is now. Collective.
 
@@ -229,19 +219,13 @@ def load_sharded_optimizer_state_dict(
         optimizer_key: Where the optimizer is in the saved state dict: ``"optimizer"``, or
             dotted if it is nested, ``"app.optim"``.
         source: Folder of the checkpoint, or any DCP storage reader.
-        planner: Any DCP load planner; None for `dcpstore.LoadPlanner`. It is given flattened
-            keys, and values of the kinds that a model's state dict has. What it leaves out is
-            not in the state returned.
-        process_group: The ranks that load together; None for all, or for this process alone.
         optimizer: Refuse a checkpoint of an optimizer of another kind than this one.
         parameter_names: Names of the optimizer's parameters in its order. For a checkpoint of
             a plain ``optimizer.state_dict()``, which numbers them, where the model is sharded.
-        storage_options: As for `dcpstore.load`; so are all arguments below.
-        config: Sizes, bounds, retries, casts and trust.
-        share: Whether ranks share what they fetch.
-        coordinator_rank: Rank of the group that reads the metadata.
-        deadline_s: Most seconds that one step may take.
-        progress: A callback, True for a bar, None for one on a terminal.
+        options: ``planner``, ``process_group``, ``storage_options``, ``config``, ``share``,
+            ``coordinator_rank``, ``deadline_s`` and ``progress`` of `dcpstore.load`. A planner is
+            given flattened keys, and values of the kinds that a model's state dict has. What it
+            leaves out is not in the state returned.
 
     Returns:
         ``{optimizer_key: {"state": ..., "param_groups": ...}}``, nested as it was saved. Where
@@ -255,18 +239,5 @@ def load_sharded_optimizer_state_dict(
     """
     parameters = Parameters(model_state_dict, parameter_names)
     loading = _ShardedLoad(parameters, optimizer_key, optimizer)
-    url, reader = (None, source) if isinstance(source, StorageReader) else (source, None)
-    result = load(
-        loading.make_state,
-        url,
-        storage_reader=reader,
-        planner=planner,
-        process_group=process_group,
-        storage_options=storage_options,
-        config=config,
-        share=share,
-        coordinator_rank=coordinator_rank,
-        deadline_s=deadline_s,
-        progress=progress,
-    )
+    result = load_from(source, loading.make_state, **options)
     return loading.finish(result)
