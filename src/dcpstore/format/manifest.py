@@ -532,7 +532,7 @@ def _entries(
     of = fqns.__getitem__
     _require(has_shape, "entry.sizes", "what is no tensor has a shape", of)
     _require(sizes.num_elements() >= 0, "entry.sizes", "there are 2**63 elements or more", of)
-    for number in np.unique(properties[properties >= 0]).tolist():
+    for number in set(properties[properties >= 0].tolist()):
         problem = _problem_of_properties(header.strings[number])
         if problem is not None:
             fqn = fqns[int(np.argmax(properties == number))]
@@ -656,7 +656,7 @@ def _check_elements(
     is_raw = columns["item.kind"] == _KINDS.index("raw")
     numbers = columns["item.dtype"]
     item_bytes = np.zeros(len(header.strings), np.int64)
-    for number in np.unique(numbers[is_raw]).tolist():
+    for number in set(numbers[is_raw].tolist()):
         row = DTYPES.get(header.strings[number])
         if row is None:
             raise IncompatibleError(
@@ -723,7 +723,7 @@ def _decode_items(
     strings = header.strings
     transforms = {
         number: tuple(strings[number].split("\n")) if strings[number] else ()
-        for number in np.unique(columns["item.transforms"]).tolist()
+        for number in set(columns["item.transforms"].tolist())
     }
     inline = columns["inline"].tobytes()
     checksums = columns["checksums"]

@@ -164,6 +164,7 @@ def resolve_targets(
         CorruptError: Naming what is wanted and lies in no stored chunk, likewise.
     """
     targets, problems, unplaced = [], [], []
+    lock = threading.Lock()  # held for moments, so one is enough for all: there may be millions
     reads_encoded = getattr(planner, "reads_encoded_values", False)
     for read_item in read_items:
         index = read_item.storage_index
@@ -174,7 +175,7 @@ def resolve_targets(
             continue
         if reads_encoded and item.encoded is not None:
             item = item.encoded
-        target = Target(read_item, item)
+        target = Target(read_item, item, _lock=lock)
         if read_item.type != LoadItemType.BYTE_IO:
             tensor = planner.resolve_tensor(read_item)
             # Of a sparse or quantized tensor more than elements is replaced, which its detached
