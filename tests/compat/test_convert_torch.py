@@ -390,7 +390,7 @@ def test_sources_that_are_none_are_told_apart(local: Site) -> None:
         local.to_dcp("absent.pt", "x")
     with pytest.raises(errors.IncompatibleError, match="is a folder"):
         local.to_dcp("ckpt", "x")
-    with pytest.raises(errors.IncompatibleError, match=r"holds a list.*made of a dictionary"):
+    with pytest.raises(errors.IncompatibleError, match=r"holds a list.*save a dictionary"):
         local.to_dcp("list.pt", "x")
     with pytest.raises(errors.IncompatibleError, match="two entries that DCP gives one key"):
         local.to_dcp("odd.pt", "x")

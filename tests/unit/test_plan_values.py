@@ -235,7 +235,7 @@ def test_a_kind_of_parameter_is_filled_in_place(tmp_path: Path) -> None:
 def test_pickle_is_allowed_only_on_both_sides(tmp_path: Path) -> None:
     value = REFUSED[0]
     save({"x": value, "a": np.arange(3)}, tmp_path, planner=SavePlanner(allow_pickle=True))
-    with pytest.raises(CorruptError, match="'x' names more than plain data"):
+    with pytest.raises(CorruptError, match="'x': its record names more than plain data"):
         load({"x": None, "a": None}, tmp_path)
     assert same(load({"a": None}, tmp_path), {"a": np.arange(3)})
     state = load({"x": None, "a": None}, tmp_path, planner=LoadPlanner(allow_pickle=True))

@@ -49,7 +49,7 @@ def unsaveable_reason(tensor: torch.Tensor) -> str | None:
         reason = f"torch gives it back as {type(again).__name__}"
     except (
         *(pickle.PickleError, NotImplementedError, RuntimeError, TypeError, ValueError),
-        *(AttributeError, IncompatibleError),
+        *(AttributeError, CheckpointError),
     ) as error:
         reason = f"torch does not give it back: {str(error).partition(chr(10))[0]}"
     return (
@@ -109,7 +109,6 @@ def decode_opaque(buffer: Buffer) -> torch.Tensor:
     Raises:
         IncompatibleError: If the record holds something else than a tensor.
         CorruptError: As `load_record`.
-        pickle.UnpicklingError: If it names something that torch does not hold safe.
     """
     value = load_record(buffer, "a stored tensor", device="cpu")
     if not isinstance(value, torch.Tensor):
@@ -118,7 +117,12 @@ def decode_opaque(buffer: Buffer) -> torch.Tensor:
 
 
 def load_record(
-    buffer: Buffer, what: str, *, allow_pickle: bool = False, device: str | None = None
+    buffer: Buffer,
+    what: str,
+    *,
+    allow_pickle: bool = False,
+    device: str | None = None,
+    remedy: str = "",
 ) -> Any:
     """Open a ``torch.save`` record with ``torch.load``.
 
@@ -127,11 +131,12 @@ def load_record(
         what: Its name, for messages.
         allow_pickle: Run whatever code it names, and check nothing before.
         device: Where tensors go; None for where they were when they were saved.
+        remedy: What the caller may do besides about code that it names; ends with ``or ``.
 
     Raises:
-        CorruptError: If it is damaged, or made to cost far more to open than it is long.
+        CorruptError: If it is damaged, made to cost far more to open than it is long, or names
+            something that torch does not hold safe.
         IncompatibleError: If it is another kind of file, or has compressed members.
-        pickle.UnpicklingError: If it names something that torch does not hold safe.
     """
     data = memoryview(buffer).cast("B")
     stream = io.BytesIO(data)
@@ -140,8 +145,14 @@ def load_record(
     try:
         check_structure(bytes(read_members(data, what)["data.pkl"]))
         return torch.load(stream, map_location=device, weights_only=True)
-    except (CheckpointError, pickle.UnpicklingError):
+    except CheckpointError:
         raise
     except Exception as error:
         text = str(error).partition("\n")[0][:200]
+        if isinstance(error, pickle.UnpicklingError):
+            raise CorruptError(
+                f"{what} names more than plain data; it was not run. If you trust the checkpoint,"
+                f" {remedy}name its classes with torch.serialization.add_safe_globals. Torch says:"
+                f" {text}"
+            ) from error
         raise CorruptError(f"{what} cannot be opened: {type(error).__name__}: {text}") from error

@@ -122,16 +122,9 @@ def open_record(name: str, stream: io.BytesIO, target: object, *, allow_pickle: 
         with stream.getbuffer() as data:
             if is_encoded(data):
                 return decode_value(data, target)
-            return load_record(data, "its record", allow_pickle=allow_pickle)
+            remedy = "pass allow_pickle=True (LoadPlanner(allow_pickle=True)), or "
+            return load_record(data, "its record", allow_pickle=allow_pickle, remedy=remedy)
     except IncompatibleError as error:
         raise IncompatibleError(f"{name!r}: {error.message}") from error
     except CorruptError as error:
         raise CorruptError(f"{name!r}: {error.message}", fqn=name) from error
-    except pickle.UnpicklingError as error:
-        raise CorruptError(
-            f"the value {name!r} names more than plain data; it was not run. If you trust the"
-            " checkpoint, pass allow_pickle=True (LoadPlanner(allow_pickle=True)), or name its"
-            " classes with torch.serialization.add_safe_globals. Torch says: "
-            + str(error).partition("\n")[0],
-            fqn=name,
-        ) from error

@@ -13,7 +13,7 @@ the group that `dcpstore.load` works in:
    its pickle, a few requests), and every rank is sent keys, and where the tensors lie
 2. (all ranks) ``set_up_storage_reader``, ``prepare_local_plan``
 3. (DCP's coordinator) ``prepare_global_plan``
-4. (all ranks) ``read_data``. Steps: every rank says which values it wants, and is told where the
+4. (all ranks) ``read_data``. Steps: every rank says which values it wants, and learns where the
    reading rank put them; targets are checked; those of `dcpstore.read.sharing`; one to finish
 
 With ``direct`` every rank opens the file and reads for itself, and the steps carry failures only.
@@ -126,6 +126,32 @@ class Contents:
         return (near or list(self.paths))[:3]
 
 
+def flatten(value: Any, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Flatten a structure as DCP flattens a state dict; return its leaves and paths by key.
+
+    Args:
+        value: A dictionary.
+        what: Where it comes from, for messages.
+
+    Raises:
+        IncompatibleError: If it is no dictionary, or two of its leaves have one key.
+    """
+    if not isinstance(value, Mapping):
+        raise IncompatibleError(
+            f"{what} holds a {type(value).__name__}, not a state dict: save a dictionary, such as"
+            " module.state_dict() or {'name': value}"
+        )
+    try:
+        return flatten_state_dict(dict(value))
+    except ValueError as error:
+        raise IncompatibleError(
+            f"{what} has two entries that DCP gives one key, such as {{'a': {{'b': 1}}, 'a.b': 2}}"
+            f" ({error}); rename one and save again"
+        ) from error
+    except RecursionError as error:
+        raise IncompatibleError(f"{what} contains itself, which DCP cannot flatten") from error
+
+
 def contents_of(file: TorchFile) -> tuple[Contents, dict[str, Any]]:
     """Flatten what a file holds; return where its tensors lie, and its values by key. No I/O.
 
@@ -133,19 +159,7 @@ def contents_of(file: TorchFile) -> tuple[Contents, dict[str, Any]]:
         IncompatibleError: If it holds something else than a dictionary, or one whose keys
             cannot be told apart once flattened.
     """
-    if not isinstance(file.value, Mapping):
-        kind = type(file.value).__name__
-        raise IncompatibleError(
-            f"{file.url} holds a {kind}, not a state dict: save a dictionary, such as"
-            " module.state_dict(), with torch.save"
-        )
-    try:
-        flat, paths = flatten_state_dict(dict(file.value))
-    except ValueError as error:
-        raise IncompatibleError(
-            f"{file.url}: two entries of its nested state dict have the same key once joined with"
-            f" dots ({error}); rename one and save again"
-        ) from error
+    flat, paths = flatten(file.value, file.url)
     tensors: dict[str, tuple[int, TensorPlace]] = {}
     unreadable: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -175,7 +189,9 @@ class FileSource:
     As much of a `Store` as a read job needs. Thread-safe.
     """
 
-    capabilities = Capabilities(False, False, False, False)
+    capabilities = Capabilities(
+        atomic_create=False, compare_and_swap=False, acknowledges_puts=False
+    )
 
     def __init__(self, url: str, file: TorchFile | None) -> None:
         self.url = url
@@ -399,7 +415,7 @@ class LoadJob:
 
         Args:
             finish_plan: Returns this rank's plan; part of the first step.
-            planner: Resolves targets, and is told of complete ones.
+            planner: Resolves targets, and is notified of complete ones.
             meter: Counts the bytes delivered.
 
         Returns:
@@ -663,7 +679,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
         Args:
             finish_plan: Returns this rank's plan; if it raises, every rank is told.
-            planner: Resolves targets, and is told of complete ones.
+            planner: Resolves targets, and is notified of complete ones.
             meter: Counts the bytes delivered.
 
         Returns:

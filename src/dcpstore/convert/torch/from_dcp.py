@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -50,7 +49,6 @@ from dcpstore.convert.torch.structure import (
     StorageViews,
     cast_stand_ins,
     decode_layout,
-    flatten,
     is_stand_in,
     pickle_structure,
     read_record,
@@ -67,6 +65,7 @@ from dcpstore.format.zip import TorchZipWriter, overhead_bytes
 from dcpstore.ranks import steps
 from dcpstore.read.checkpoint import BoxRead, Checkpoint, open_checkpoint
 from dcpstore.read.torch_file import Storages, unpickle
+from dcpstore.read.torch_save import flatten
 from dcpstore.report import Meter, Phases
 from dcpstore.store.folder import Folder, file_location, parse_location
 from dcpstore.torch_private import meta_storage, set_element, set_lazy_bits, storage_identity
@@ -282,7 +281,7 @@ def _from_layout(layout: Layout, what: str, *, weights_only: bool) -> StoredStru
         raise CorruptError(f"{what}: the record of its torch.save file is damaged") from error
     return StoredStructure(
         value,
-        flatten(value, what),
+        Leaves(*flatten(value, what)),
         {numbers[key]: one.nbytes() for key, one in storages.made.items()},
         members,
         extra,
@@ -373,17 +372,13 @@ def _read_values(checkpoint: Checkpoint, *, weights_only: bool) -> dict[str, Any
     fqns = [fqn for fqn in checkpoint.keys if fqn not in checkpoint.tensors]
     found = {}
     for fqn, data in checkpoint.read_value_bytes(fqns).items():
-        try:
-            what = f"{checkpoint.url}: the value {fqn!r}"
-            found[fqn] = load_record(data, what, allow_pickle=not weights_only, device="cpu")
-        except pickle.UnpicklingError as error:
-            raise CorruptError(
-                f"{checkpoint.url}: the value {fqn!r} names more than plain data; it was not run."
-                " If you trust the checkpoint, pass weights_only=False, or name its classes with"
-                " torch.serialization.add_safe_globals, or leave it out with exclude=. Torch says: "
-                + str(error).partition("\n")[0],
-                fqn=fqn,
-            ) from error
+        found[fqn] = load_record(
+            data,
+            f"{checkpoint.url}: the value {fqn!r}",
+            allow_pickle=not weights_only,
+            device="cpu",
+            remedy="pass weights_only=False, leave it out with exclude=, or ",
+        )
     return found
 
 

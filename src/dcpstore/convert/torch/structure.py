@@ -36,7 +36,6 @@ from dcpstore.format.dtypes import info_of
 from dcpstore.format.zip import TorchZipWriter, read_members
 from dcpstore.text import check_natural, parse_json
 from dcpstore.torch_private import (
-    flatten_state_dict,
     meta_storage,
     rebuild_functions,
     storage_identity,
@@ -264,33 +263,6 @@ class Leaves:
 
     values: Mapping[str, Any]
     paths: Mapping[str, Path]
-
-
-def flatten(value: Any, what: str) -> Leaves:
-    """Flatten a structure as DCP flattens a state dict.
-
-    Args:
-        value: A dictionary.
-        what: Where it comes from, for messages.
-
-    Raises:
-        IncompatibleError: If it is no dictionary, or two of its leaves have one key.
-    """
-    if not isinstance(value, MutableMapping):
-        raise IncompatibleError(
-            f"{what} holds a {type(value).__name__}, and a DCP checkpoint is made of a dictionary;"
-            " save {'name': value} instead"
-        )
-    try:
-        values, paths = flatten_state_dict(value)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise IncompatibleError(
-            f"{what} has two entries that DCP gives one key, such as {{'a': {{'b': 1}}, 'a.b': 2}}:"
-            f" {error}"
-        ) from error
-    except RecursionError as error:
-        raise IncompatibleError(f"{what} contains itself, which DCP cannot flatten") from error
-    return Leaves(values, paths)
 
 
 # --- selection ------------------------------------------------------------------------

@@ -32,11 +32,11 @@ from dcpstore.convert.torch.source import FileCheckpoint, FileView
 from dcpstore.convert.torch.structure import (
     LAYOUT_KEY,
     Layout,
+    Leaves,
     Path,
     PickledStructure,
     StorageViews,
     cast_stand_ins,
-    flatten,
     is_wrapper,
     pickle_structure,
     rearrange,
@@ -45,7 +45,7 @@ from dcpstore.convert.torch.structure import (
 from dcpstore.errors import ConfigError, ConflictError, IncompatibleError
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.torch_file import TensorPlace, TorchFile, open_torch_file
-from dcpstore.read.torch_save import contents_of
+from dcpstore.read.torch_save import contents_of, flatten
 from dcpstore.store.folder import parse_location
 from dcpstore.torch_private import storage_identity
 
@@ -72,7 +72,7 @@ class _Chooser:
 
     def __init__(self, file: TorchFile, selection: Selection) -> None:
         self._file = file
-        self._leaves = flatten(file.value, file.url)
+        self._leaves = Leaves(*flatten(file.value, file.url))
         self._contents, _ = contents_of(file)
         self._names = selection.names(list(self._leaves.values))
         self._takes = selection.rules.takes
@@ -97,7 +97,7 @@ class _Chooser:
         structure = rearrange(
             self._file.value, self._leaves, self._names, self._stand_ins, self._takes
         )
-        leaves = flatten(structure, self._file.url)
+        leaves = Leaves(*flatten(structure, self._file.url))
         written = set(self._names.values())
         # What is left out of a list leaves None there.
         odd = [k for k, one in leaves.values.items() if k not in written and one is not None]
