@@ -10,7 +10,7 @@ is emptied in the end; no checkpoint is touched. What is tried, in this order:
 4. multipart upload, abort of one, list, delete
 5. latency, throughput, and the difference of the clocks
 
-What fails is told with what to grant or to change, in the words of each provider.
+A check that fails says what to grant or to change, in the words of each provider.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class Probes:
         info = self._store.head(self._key("small"))
         if info.size_bytes != len(_CONTENT):
             return Verdict(f"its size is said to be {info.size_bytes}", "failed")
-        return Verdict("size and time are told")
+        return Verdict("size and time are reported")
 
     # --- conditions ------------------------------------------------------------------
 
@@ -692,7 +692,7 @@ def diagnose(
     store_opener: Callable[..., Store] = open_store,
     uploads_opener: Callable[..., OpenUploads | None] = open_uploads_at,
 ) -> Diagnosis:
-    """Try every request that a save or a load makes. What goes wrong is told, not raised.
+    """Try every request that a save or a load makes. What goes wrong is reported, not raised.
 
     Args:
         url: Where checkpoints are to lie.

@@ -32,7 +32,8 @@ DESCRIPTION = """\
 Convert a checkpoint to safetensors (Hugging Face's layout) or to one file of torch.save, or one
 of these to a checkpoint, by ranges, in bounded memory and without local disk. Nothing stands
 under its final name before it is whole. What SOURCE_URL is, is found out; what TARGET_URL is to
-be is told by its name (.pt, .pth and .bin are files of torch.save), by --to, or is a checkpoint."""
+be is recognised by its name (.pt, .pth and .bin are files of torch.save) or said by --to; else
+it is a checkpoint."""
 
 EXAMPLES = """\
 dcpstore convert s3://bucket/run/step-100 gs://hub/model.pt --keys 'model.*'

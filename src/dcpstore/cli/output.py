@@ -16,18 +16,7 @@ from datetime import datetime, timezone
 from enum import IntEnum
 from typing import Any, TextIO
 
-from dcpstore.errors import (
-    AlreadyExistsError,
-    CheckpointError,
-    CommitUnknownError,
-    ConfigError,
-    ConflictError,
-    CorruptError,
-    IncompatibleError,
-    NotFoundError,
-    RankFailures,
-    StoreError,
-)
+from dcpstore import errors
 from dcpstore.report import Progress, ProgressCallback, progress_bar
 from dcpstore.text import age_text, printable, size_text
 
@@ -64,14 +53,14 @@ class ExitCode(IntEnum):
 
 
 _OF_ERRORS: tuple[tuple[type[BaseException], ExitCode], ...] = (
-    (CorruptError, ExitCode.FINDING),
-    (ConfigError, ExitCode.USAGE),
-    (NotFoundError, ExitCode.NOT_FOUND),
-    (StoreError, ExitCode.STORE_FAILED),
-    (AlreadyExistsError, ExitCode.EXISTS),
-    (ConflictError, ExitCode.EXISTS),
-    (IncompatibleError, ExitCode.INCOMPATIBLE),
-    (CommitUnknownError, ExitCode.UNKNOWN_OUTCOME),
+    (errors.CorruptError, ExitCode.FINDING),
+    (errors.ConfigError, ExitCode.USAGE),
+    (errors.NotFoundError, ExitCode.NOT_FOUND),
+    (errors.StoreError, ExitCode.STORE_FAILED),
+    (errors.AlreadyExistsError, ExitCode.EXISTS),
+    (errors.ConflictError, ExitCode.EXISTS),
+    (errors.IncompatibleError, ExitCode.INCOMPATIBLE),
+    (errors.CommitUnknownError, ExitCode.UNKNOWN_OUTCOME),
     (OSError, ExitCode.STORE_FAILED),
     (KeyboardInterrupt, ExitCode.INTERRUPTED),
 )
@@ -79,10 +68,10 @@ _OF_ERRORS: tuple[tuple[type[BaseException], ExitCode], ...] = (
 
 def exit_code_of(error: BaseException) -> ExitCode:
     """Return the code for an error that ended a command."""
-    if isinstance(error, RankFailures):
+    if isinstance(error, errors.RankFailures):
         causes = [exit_code_of(cause) for cause in error.exceptions.values()]
         return causes[0] if causes else ExitCode.STORE_FAILED
-    if isinstance(error, StoreError) and error.denied:
+    if isinstance(error, errors.StoreError) and error.denied:
         return ExitCode.DENIED
     for kind, code in _OF_ERRORS:
         if isinstance(error, kind):
@@ -198,7 +187,7 @@ class Output:
         fields: dict[str, Any] = {"type": type(error).__name__, "exit_code": int(code)}
         for name in ("key", "start", "end", "fqn", "retryable"):
             value = getattr(error, name, None)
-            if value is not None and isinstance(error, CheckpointError):
+            if value is not None and isinstance(error, errors.CheckpointError):
                 fields[name] = value
         self._say(json.dumps({"schema": "dcpstore.error/1", "error": message, **fields}))
 
@@ -246,7 +235,7 @@ class Output:
 
 
 def _message_of(error: BaseException, code: ExitCode) -> str:
-    if isinstance(error, CheckpointError):
+    if isinstance(error, errors.CheckpointError):
         return error.message
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"

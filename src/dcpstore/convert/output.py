@@ -189,7 +189,7 @@ class _Publisher:
             etag = creation.put(data)
         except AlreadyExistsError as error:
             raise _exists(self._store, key) from error
-        if creation.was_acknowledged:  # else somebody else may have put the same bytes there
+        if creation.was_acknowledged:  # else another writer may have put the same bytes there
             self.published.append(key)
         return etag
 

@@ -1,7 +1,7 @@
 """The instructions of a pickle, found and judged without running one of them.
 
 A pickle is a program for a small stack machine. Some programs of a few bytes keep the machine
-busy for ever or make it ask for all memory, without calling anything: a memo of 4 GB for one
+busy forever or make it ask for all memory, without calling anything: a memo of 4 GB for one
 index; a tuple of two references to a tuple of two references and so on, whose hash takes 2^n
 steps; tuples nested so deeply that hashing them overflows the stack of the interpreter.
 

@@ -33,7 +33,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from typing_extensions import Buffer
@@ -376,12 +375,7 @@ class BoardGroup(RankGroup):
         """Give back what the group holds. Not collective, idempotent; waits for nobody."""
         self._close(None)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:

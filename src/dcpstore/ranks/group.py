@@ -15,7 +15,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from typing_extensions import Buffer, Self
@@ -112,12 +111,7 @@ class RankGroup(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
     def no_peer(self, peer: int) -> ConfigError:
@@ -129,7 +123,7 @@ class SingleGroup(RankGroup):
     """The group of one rank: what there is without a process group.
 
     Args:
-        deadline_s: Told to whoever asks; nothing here waits.
+        deadline_s: Only reported; nothing here waits.
     """
 
     def __init__(self, deadline_s: float = 600.0) -> None:

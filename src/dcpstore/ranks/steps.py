@@ -2,8 +2,8 @@
 
 If any rank raises anywhere (in either function, or because a value does not pickle here or
 unpickle there) or does not answer, every rank raises the same `RankFailures`; see `RankGroup`
-for interrupts and deadlines. All ranks call the same steps in the same order. What a rank
-does between two steps, nobody hears of until the next: whatever may fail belongs into one.
+for interrupts and deadlines. All ranks call the same steps in the same order. A failure
+between two steps is not noticed before the next one, so whatever may fail belongs in a step.
 
 Every step takes the group, the step's name for errors, and a function that runs on every rank
 (in `broadcast`, on the coordinator). With one rank nothing is pickled and nothing waits; results

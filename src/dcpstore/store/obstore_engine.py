@@ -251,7 +251,6 @@ class ObstoreStore(Engine):
         return Capabilities(
             atomic_create=True,
             compare_and_swap=self._location.scheme != "file",
-            parallel_parts=True,
             acknowledges_puts=True,
             gathers_parts=True,
             fills_memory=self._location.scheme == "file" or self._http is not None,
@@ -413,7 +412,7 @@ class _Source:
 
     obstore makes parts of ``part_bytes`` from whatever pieces it is given, each of which it
     reads where it lies. It aborts the upload as soon as an exception leaves here. A part that
-    is still being sent then may land after the abort, and S3 would keep it for ever, so the
+    is still being sent then may land after the abort, and S3 would keep it forever, so the
     exception waits until obstore has dropped every piece. A short last part is not waited
     for: obstore keeps it, unsent, until it is told that there is no other.
     """

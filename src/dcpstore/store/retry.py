@@ -62,7 +62,7 @@ class AdaptiveLimiter:
     settings: a copy in another process starts afresh.
 
     Args:
-        max_limit: The limit at the start and for ever after.
+        max_limit: The limit at the start and ever after.
         min_limit: The least number of concurrent requests.
         window_s: Time in which further throttles do not halve again.
         clock: Monotonic seconds.

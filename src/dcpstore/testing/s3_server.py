@@ -45,7 +45,7 @@ def classify(method: str, key: str, query: dict[str, list[str]], is_copy: bool) 
 
 
 class Recorder:
-    """WSGI middleware: waits, misbehaves and writes down as told. Thread-safe."""
+    """WSGI middleware: delays requests, injects faults and keeps a log. Thread-safe."""
 
     def __init__(self, app: Callable[..., Iterable[bytes]], latency_s: float) -> None:
         self._app = app
