@@ -207,16 +207,14 @@ def _mismatch(target: Target, metadata: Metadata, casts: str) -> str | None:
             f"{target.fqn!r}: the plan reads shape {tuple(lengths)} and the target has shape"
             f" {tuple(tensor.shape)}"
         )
-    entry = metadata.state_dict_metadata.get(target.fqn)
-    properties = entry.properties if isinstance(entry, TensorStorageMetadata) else None
-    layout = torch.strided
-    if properties is not None and target.item.kind != "raw":
-        layout = properties.layout
+    layout: torch.layout = torch.strided
+    saved: torch.dtype | None = None
+    if target.item.kind == "raw":
+        saved = dtype_from_name(target.item.dtype)
+    elif isinstance(entry := metadata.state_dict_metadata.get(target.fqn), TensorStorageMetadata):
+        layout, saved = entry.properties.layout, entry.properties.dtype
     if layout != tensor.layout:
         return f"{target.fqn!r}: saved as {layout}, and the target is {tensor.layout}"
-    saved = None if properties is None else properties.dtype
-    if target.item.dtype:
-        saved = dtype_from_name(target.item.dtype)
     if saved is None or saved == tensor.dtype or casts == "any":
         return None
     if casts == "widening" and keeps_every_value(saved, tensor.dtype):
