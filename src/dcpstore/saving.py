@@ -71,8 +71,7 @@ def save(
         storage_writer: Any DCP storage writer, instead of ``url`` and the options above.
         coordinator_rank: Rank of the group that plans and seals.
         deadline_s: Most seconds that one step (planning, writing) may take.
-        progress: A callback on every rank; True for a bar on the coordinator; None for one if
-            standard error is a terminal.
+        progress: As for `dcpstore.load`.
 
     Raises:
         RankFailures: On every rank of several, if any failed.
