@@ -6,6 +6,7 @@ import hashlib
 import re
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -71,7 +72,8 @@ class SilentServer:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as stream:
+        # A client that gave up may reset its connection.
+        with suppress(ConnectionError), connection, connection.makefile("rb") as stream:
             while line := stream.readline():
                 method, target, _ = line.decode().split()
                 headers = {}
