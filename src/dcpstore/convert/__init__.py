@@ -1,7 +1,7 @@
 """Converters: from the checkpoint that is there to the file that the next tool wants, and back.
 
-Every converter takes these arguments, all
-but the first two by keyword; its own documentation says what it adds to them:
+Every converter takes these arguments, all but the first two by keyword; its own documentation
+says what it adds to them:
 
 ``source``, ``target``
     What is read, and what is written: URLs, or local paths.
