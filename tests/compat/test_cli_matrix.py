@@ -50,7 +50,7 @@ def state() -> dict[str, Any]:
     return {"model": {"w": torch.randn(64, 512, generator=source)}, "step": 7}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def url_of(moto_server: MotoServer) -> Callable[[str], str]:
     """Fill a bucket once with a folder per state."""
     client = moto_server.create_bucket(BUCKET)

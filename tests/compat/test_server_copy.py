@@ -45,7 +45,7 @@ def model() -> dict[str, object]:
     return {"model": layers, "bias": pattern(torch.bfloat16, (7,), seed=9), "step": 3}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def buckets(moto_server, tmp_path_factory):
     """Two buckets of one server, each with a checkpoint of ours and a stock one."""
     state = model()

@@ -18,7 +18,7 @@ from rank_layouts import (
 from dcpstore.testing import MotoServer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved(pool, bucket: str, moto_server: MotoServer):
     """Gives the URL of what N ranks saved, for N from 1 to 4."""
     urls: dict[int, str] = {}
@@ -53,7 +53,7 @@ def test_what_n_ranks_saved_m_ranks_load_in_every_layout(
         assert sum(by_case[case] for by_case in fetched) > 0, case
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved_by_stock(pool, bucket: str, moto_server: MotoServer) -> str:
     url = f"{bucket}/stock-layouts"
     pool.run(2, save_cases_with_stock, url, moto_server.storage_options())

@@ -42,7 +42,7 @@ def load(size: int, url: str, variant: int, coordinator: int = 0, **options: Any
 SIZES = (1, 2, 3, 8, 21, 64)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved() -> dict[int, str]:
     """What N ranks saved, each another rank's work to coordinate."""
     urls = {size: f"memory://save-load-threads/{size}" for size in SIZES}
