@@ -443,10 +443,13 @@ def part_of_target(piece: Piece) -> torch.Tensor:
     assert tensor is not None
     first = piece.target.read_item.storage_offsets
     if piece.box is None:
+        flat, element_bytes = tensor.view(-1), item_bytes(item.dtype)
+        count = piece.span.num_bytes // element_bytes
+        if count == flat.shape[0]:
+            return flat
         before = sum(o * s for o, s in zip(first, item.element_strides, strict=True))
-        element_bytes = item_bytes(item.dtype)
         start = (piece.span.start - item.payload.start) // element_bytes - before
-        return tensor.view(-1).narrow(0, start, piece.span.num_bytes // element_bytes)
+        return flat.narrow(0, start, count)
     offsets, sizes = piece.box
     return narrow(tensor, [a - b for a, b in zip(offsets, first, strict=True)], sizes)
 
@@ -460,15 +463,17 @@ def copy_piece(piece: Piece, data: memoryview) -> None:
     """
     item, part = piece.target.item, part_of_target(piece)
     start = piece.fetch.start - item.payload.start
-    strides, box = item.element_strides, piece.box
+    dtype, box = dtype_from_name(item.dtype), piece.box
     if box is None:  # elements of the flattened chunk
-        first = (piece.span.start - item.payload.start) // item_bytes(item.dtype)
-        strides, box = (1,), ((first,), tuple(part.shape))
-    elif len(data) < piece.fetch.num_bytes:  # runs of elements, without what lies between them
-        run, step = (num_bytes // item_bytes(item.dtype) for num_bytes in piece.spacing)
+        first = (piece.span.start - item.payload.start) // dtype.itemsize
+        copy_box_in(data, start, dtype, (1,), (first,), part.shape, part)
+        return
+    strides = item.element_strides
+    if len(data) < piece.fetch.num_bytes:  # runs of elements, without what lies between them
+        run, step = (num_bytes // dtype.itemsize for num_bytes in piece.spacing)
         start, box = 0, ((0,) * len(box[1]), box[1])
         strides = tuple(one if one < step else one // step * run for one in strides)
-    copy_box_in(data, start, dtype_from_name(item.dtype), strides, *box, part)
+    copy_box_in(data, start, dtype, strides, *box, part)
 
 
 def copy_inline(item: StoredItem, payload: bytes, target: Target) -> None:
