@@ -253,6 +253,7 @@ SAFETENSORS = (8).to_bytes(8, "little") + b'{"a":{}}' + bytes(64)
         (zip_of("a.npy", "b.npy"), "NumPy arrays"),
         (zip_of("p/.data/version", "p/model.py"), "torch.package"),
         (zip_of("readme.txt"), "holds 'readme.txt' and no data.pkl"),
+        (zip_of(), "holds nothing and no data.pkl"),
         (zip_of("a/data.pkl", "b/data.pkl"), "without one data.pkl"),
     ],
 )

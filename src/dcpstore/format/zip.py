@@ -209,7 +209,7 @@ def read_directory(read_at: ReadAt, size_bytes: int, what: str) -> list[Member]:
         else read_at(start, start + num_bytes)
     )
     rows = sorted(_rows(directory, num_members, what))
-    ends = [row[0] for row in rows[1:]] + [start]
+    ends = [*(row[0] for row in rows), start][1:]
     return [
         Member(name, where, end, *numbers)
         for (where, name, *numbers), end in zip(rows, ends, strict=True)
