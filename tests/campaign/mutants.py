@@ -90,6 +90,7 @@ MUTANTS = (
         "write/commit.py",
         "            keys_named_in(self._store, now.data, key=self._key)\n        return now.seal",
         "            pass\n        return now.seal",
+        ("--wire", "8000"),
     ),
     Mutant(
         "other-bytes-are-another-object",
