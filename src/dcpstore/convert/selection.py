@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from dcpstore.errors import ConfigError
+from dcpstore.errors import ConfigError, IncompatibleError
 from dcpstore.plan.rules import KeyRules, Rename
 from dcpstore.text import count_text, names_text, size_text, table, times
 
@@ -96,6 +96,7 @@ class Selection:
         Raises:
             ConfigError: If two keys would get one name, if a pattern of ``keys`` matches
                 nothing, or if nothing is left to convert.
+            IncompatibleError: If a key of the source is empty and stays so.
         """
         for pattern in self.rules.include:
             if not any(fnmatch.fnmatchcase(fqn, pattern) for fqn in fqns):
@@ -107,6 +108,11 @@ class Selection:
         if fqns and not names:
             raise ConfigError(f"keys and exclude leave none of the {len(fqns)} keys of the source")
         for fqn, name in names.items():
+            if not fqn and not name:
+                raise IncompatibleError(
+                    "a key of the source is empty, and a checkpoint's has a name: give it one, by"
+                    " rename={'': 'name'}"
+                )
             if not isinstance(name, str) or not name:
                 raise ConfigError(f"rename gives {fqn!r} the name {name!r}; it must be text")
         return names
