@@ -5,10 +5,14 @@ import importlib.util
 import io
 import os
 import signal
+import ssl
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import botocore.loaders
 import pytest
+import trustme
 
 from dcpstore.cli.main import main as cli_main
 from dcpstore.testing import GcsServer, MotoServer
@@ -48,6 +52,35 @@ def gcs_server() -> Iterator[GcsServer]:
         pytest.skip("gcp-storage-emulator is not installed")
     with GcsServer("contract") as server:
         yield server
+
+
+class Authority:
+    """Issues certificates that nobody trusts who is not told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._made = trustme.CA()
+        self.file = str(folder / "ca.pem")
+        self._made.cert_pem.write_to_path(self.file)
+
+    def issue(self, name: str = "127.0.0.1", **more: Any) -> trustme.LeafCert:
+        """Issue a certificate; `more` as `trustme.CA.issue_cert` takes it."""
+        return self._made.issue_cert(name, **more)
+
+    def server_context(self, name: str = "127.0.0.1", **more: Any) -> ssl.SSLContext:
+        """Return what makes a server's connections secure."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.issue(name, **more).configure_cert(context)
+        return context
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Storage options of S3 that trust it."""
+        return {"client_kwargs": {"verify": self.file, "region_name": "us-east-1"}}
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 
@@ -53,20 +54,27 @@ def test_what_is_not_there_is_told_as_for_any_range(engine, open_engine) -> None
     assert (caught.value.start, caught.value.end) == (len(DATA) - 2, len(DATA) + 2)
 
 
-def test_only_plain_http_and_local_folders_are_filled_from(s3_server, monkeypatch) -> None:
-    options = s3_server.storage_options()
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_memory_is_filled_where_the_request_is_known_and_no_proxy_is_between(
+    scheme, monkeypatch
+) -> None:
+    for name in ("all_proxy", "http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
 
-    def fills(**more: object) -> bool:
-        given = {**options, **more}
-        return open_store("s3://b/c", storage_options=given).capabilities.fills_memory
+    def fills(url: str = "s3://b/c", **more: object) -> bool:
+        given = {"key": "k", "secret": "s", "endpoint_url": f"{scheme}://127.0.0.1:1", **more}
+        given = {name: value for name, value in given.items() if value is not None}
+        return open_store(url, storage_options=given).capabilities.fills_memory
 
+    keyless = {"key": None, "secret": None}
     assert fills()
-    assert not fills(endpoint_url="https://127.0.0.1:1")
-    assert not fills(anon=True, key=None, secret=None)
+    assert fills(anon=True, **keyless)
     assert not fills(requester_pays=True)
+    assert fills("az://c/d", account_name="a", account_key="a2V5", **keyless)
+    assert fills("az://c/d", account_name="a", sas_token="sv=1&sig=x", **keyless)
     assert not open_store("memory://a").capabilities.fills_memory
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:9")
     assert not fills()
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert fills()
@@ -117,8 +125,9 @@ Answer = Callable[[socket.socket, int, int], bool]
 class OddServer:
     """Answers signed URLs oddly, and everything else as it should."""
 
-    def __init__(self, odd: Answer) -> None:
+    def __init__(self, odd: Answer, context: ssl.SSLContext | None = None) -> None:
         self._odd = odd
+        self._context = context
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.num_signed = self.num_connections = 0
@@ -133,8 +142,11 @@ class OddServer:
 
     def _converse(self, link: socket.socket) -> None:
         with link, contextlib.suppress(OSError):
-            while self._answer(link):
-                pass
+            if self._context is not None:
+                link = self._context.wrap_socket(link, server_side=True)
+            with link:
+                while self._answer(link):
+                    pass
 
     def _answer(self, link: socket.socket) -> bool:
         head = b""
@@ -167,18 +179,20 @@ def send(
     link.sendall(DATA[start : end if num_bytes is None else start + num_bytes])
 
 
-@pytest.fixture
-def serve() -> Iterator[Callable[..., tuple[OddServer, Store]]]:
+@pytest.fixture(params=["http", "https"])
+def serve(request, authority) -> Iterator[Callable[..., tuple[OddServer, Store]]]:
     servers: list[OddServer] = []
+    context = authority.server_context() if request.param == "https" else None
 
     def start(odd: Answer, **more: object) -> tuple[OddServer, Store]:
-        server = OddServer(odd)
+        server = OddServer(odd, context)
         servers.append(server)
         options = {
             "key": "k",
             "secret": "s",
-            "endpoint_url": f"http://127.0.0.1:{server.port}",
+            "endpoint_url": f"{request.param}://127.0.0.1:{server.port}",
             "config_kwargs": {"read_timeout": 0.5},
+            **authority.options,
         }
         return server, open_store("s3://b/c", storage_options=options, **{"retry": ONCE, **more})
 

@@ -78,13 +78,15 @@ def every_verb(store: Store) -> tuple[Callable[[], object], ...]:
 def test_a_refusal_is_denied_and_not_repeated(engine, code, s3_server, open_engine):
     s3_server.add_fault(Fault(status=403, code=code, times=-1))
     store = open_engine(engine, retry=QUICK)
-    for call in (*every_verb(store), lambda: put_two_parts(store)):
+    for number, call in enumerate((*every_verb(store), lambda: put_two_parts(store))):
         s3_server.clear_requests()
         with pytest.raises(StoreError, match="denied") as caught:
             call()
         assert caught.value.denied
         assert not caught.value.retryable
-        assert len(s3_server.requests()) == 1
+        # Where a signed URL is refused, the engine asks in its own way, once.
+        is_received = number == 2 and store.capabilities.fills_memory
+        assert len(s3_server.requests()) == 1 + is_received
 
 
 def test_expired_credentials_are_told_apart(engine, s3_server, open_engine):
@@ -181,10 +183,12 @@ def test_an_answer_of_a_wrong_length_is_repeated(engine, kind, s3_server, open_e
     data = bytes(range(200))
     place = "lengths"
     open_engine(engine, place, retry=ONCE).put("a", data)
-    s3_server.add_fault(Fault(operation="GetObject", kind=kind, num_bytes=3))
+    s3_server.add_fault(Fault(operation="GetObject", kind=kind, num_bytes=3, times=2))
+    store = open_engine(engine, place, retry=ONCE)
     with pytest.raises(StoreError) as caught:
-        open_engine(engine, place, retry=ONCE).get_range("a", 10, 110)
+        store.get_range("a", 10, 110)
     assert caught.value.retryable
+    s3_server.heal()
     s3_server.add_fault(Fault(operation="GetObject", kind=kind, num_bytes=3, times=2))
     assert bytes(open_engine(engine, place, retry=QUICK).get_range("a", 10, 110)) == data[10:110]
 

@@ -3,20 +3,27 @@ from __future__ import annotations
 import json
 import pickle
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 
 from dcpstore.errors import ConfigError, StoreError
 from dcpstore.store import RetryPolicy, open_store
 from dcpstore.store.folder import parse_location
-from dcpstore.store.options import BotocoreCredentials, NotHonoured, translate
+from dcpstore.store.options import (
+    BotocoreCredentials,
+    GoogleCredentials,
+    NotHonoured,
+    translate,
+)
 
 KEYS = {"key": "id", "secret": "hush"}
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch, tmp_path):
-    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_PROFILE"):
+    names = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_PROFILE")
+    for name in (*names, "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -71,10 +78,63 @@ def test_s3_options_become_client_options(options, name, value):
     assert s3(**options).client_options[name] == value
 
 
-def test_a_certificate_bundle_is_read(tmp_path):
+def test_certificates_are_read_from_an_option_or_else_from_the_environment(
+    authority, tmp_path, monkeypatch
+):
+    known = Path(authority.file).read_bytes()
+    other = tmp_path / "other.pem"
+    other.write_bytes(b"# another\n" + known)
+    assert s3(client_kwargs={"verify": authority.file}).client_options["root_certificate"] == known
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(other))
+    assert s3().client_options["root_certificate"] == other.read_bytes()
+    google = translate(parse_location("gs://b"), {"token": "anon"})
+    assert google.client_options["root_certificate"] == other.read_bytes()
+    monkeypatch.setenv("AWS_CA_BUNDLE", authority.file)
+    assert s3().client_options["root_certificate"] == known
+    assert s3(client_kwargs={"verify": str(other)}).client_options["root_certificate"] != known
+    assert "root_certificate" not in s3(client_kwargs={"verify": False}).client_options
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "No such file"), (b"PEM", "no certificate in it")]
+)
+def test_a_bundle_without_certificates_is_refused(tmp_path, monkeypatch, content, said):
     bundle = tmp_path / "ca.pem"
-    bundle.write_bytes(b"PEM")
-    assert s3(client_kwargs={"verify": str(bundle)}).client_options["root_certificate"] == b"PEM"
+    if content is not None:
+        bundle.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"client_kwargs.verify=.*{said}"):
+        s3(client_kwargs={"verify": str(bundle)})
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    with pytest.raises(ConfigError, match=f"AWS_CA_BUNDLE=.*{said}"):
+        s3()
+
+
+def test_a_folder_of_certificates_is_left_to_the_fsspec_engine(tmp_path):
+    assert engine_of("s3://b", **KEYS, client_kwargs={"verify": str(tmp_path)}) == "S3fsStore"
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("127.0.0.1:9000", "minio", "minio:9000", "htp://minio", "http//minio", "https://"),
+        *("http://[::1", "http://a b", "http://minio:port", "//minio"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["auto", "obstore", "fsspec"])
+def test_an_endpoint_that_is_no_url_is_refused_before_anything_else(endpoint, engine, monkeypatch):
+    for given in ({"endpoint_url": endpoint}, {"client_kwargs": {"endpoint_url": endpoint}}):
+        with pytest.raises(ConfigError, match=r"is not the URL of a server: write 'https?://"):
+            open_store("s3://b/c", storage_options={**KEYS, **given}, engine=engine)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(ConfigError, match=r"AWS_ENDPOINT_URL=.* is not the URL of a server"):
+        open_store("s3://b/c", storage_options=KEYS, engine=engine)
+
+
+def test_buckets_may_be_in_the_name_of_the_server():
+    virtual = {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}
+    assert s3(**virtual).config["virtual_hosted_style_request"] is True
+    config = s3(endpoint_url="https://minio.example:9000", **virtual).config
+    assert config["endpoint"] == "https://b.minio.example:9000"
 
 
 def test_the_endpoint_and_region_come_from_the_environment(monkeypatch):
@@ -99,8 +159,8 @@ def test_the_region_comes_from_the_profile(tmp_path):
         ({"client_kwargs": {"api_version": "1"}}, "client_kwargs.api_version"),
         ({"config_kwargs": {"retries": {}}}, "config_kwargs.retries"),
         (
-            {"config_kwargs": {"s3": {"addressing_style": "virtual"}}},
-            "config_kwargs.s3.addressing_style",
+            {"config_kwargs": {"s3": {"use_accelerate_endpoint": True}}},
+            "config_kwargs.s3.use_accelerate_endpoint",
         ),
         ({"s3_additional_kwargs": {"ACL": "private"}}, "s3_additional_kwargs.ACL"),
         ({"version_aware": True}, "version_aware"),
@@ -214,14 +274,39 @@ def test_google_options_become_configuration(options, config):
     assert translate(parse_location("gs://b"), options).config == config
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("service_account", "service_account"), ("authorized_user", "application_credentials")],
-)
-def test_a_google_key_file_is_told_by_its_type(tmp_path, kind, name):
+def test_a_google_key_file_is_told_by_its_type(tmp_path):
     path = tmp_path / "key.json"
-    path.write_text(json.dumps({"type": kind}))
-    assert translate(parse_location("gs://b"), {"token": str(path)}).config == {name: str(path)}
+    path.write_text(json.dumps({"type": "service_account"}))
+    settings = translate(parse_location("gs://b"), {"token": str(path)})
+    assert (settings.config, settings.credential_provider) == ({"service_account": str(path)}, None)
+    path.write_text(json.dumps({"type": "authorized_user"}))
+    settings = translate(parse_location("gs://b"), {"token": str(path)})
+    assert settings.config == {}
+    assert isinstance(settings.credential_provider, GoogleCredentials)
+
+
+class Issued:
+    """Credentials as google-auth has them."""
+
+    def __init__(self) -> None:
+        self.token, self.expiry, self.valid, self.num_refreshed = None, None, False, 0
+
+    def refresh(self, request):
+        self.num_refreshed += 1
+        self.token, self.valid = f"t{self.num_refreshed}", True
+        self.expiry = datetime(2026, 11, 22, 12)
+
+
+def test_googles_tokens_are_fetched_when_they_are_needed_and_renewed(monkeypatch):
+    issued = Issued()
+    monkeypatch.setattr("google.auth.default", lambda scopes: (issued, "project"))
+    provide = translate(parse_location("gs://b"), {}).credential_provider
+    assert issued.num_refreshed == 0
+    assert provide() == provide()
+    assert provide()["token"] == "t1"
+    assert provide()["expires_at"] == datetime(2026, 11, 22, 12, tzinfo=timezone.utc)
+    issued.valid = False
+    assert provide()["token"] == "t2"
 
 
 @pytest.mark.parametrize(

@@ -491,13 +491,21 @@ class Destination:
                 self._writer()
             self._changed.wait_for(lambda: self._writer is None)
 
-    def take(self, data: memoryview) -> None:
-        """Copy an answer that came into other memory. Not while an engine writes."""
+    def take(self, data: memoryview, start: int = 0) -> None:
+        """Copy an answer, or a part of it, that came into other memory.
+
+        Not while an engine writes.
+
+        Args:
+            data: Bytes.
+            start: Where in the destination they belong.
+        """
         self.was_written = True
-        at = 0
         for piece in self._pieces:
-            piece[:] = data[at : at + len(piece)]
-            at += len(piece)
+            part = piece[max(start, 0) :][: len(data)]
+            part[:] = data[: len(part)]
+            data = data[len(part) :]
+            start -= len(piece)
 
 
 @runtime_checkable

@@ -27,6 +27,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 import obstore
 import obstore.exceptions
 from obstore.exceptions import BaseError
@@ -53,12 +54,13 @@ from dcpstore.store.engine import (
     Engine,
     PartStream,
     Publication,
+    check_length,
     from_answer,
     no_connection,
     trimmed,
     unresolved,
 )
-from dcpstore.store.http_ranges import HttpRanges, speaks_plain_http
+from dcpstore.store.http_ranges import open_ranges
 from dcpstore.store.options import ObstoreSettings, translate
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 from dcpstore.text import redact
@@ -218,6 +220,7 @@ def _retry_config(policy: RetryPolicy, timeout_s: float) -> dict[str, Any]:
 _DRAIN_S = 60.0
 _MIB = 1 << 20
 _LONG_READ_BYTES = 64 * _MIB
+_STEP_BYTES = 4 * _MIB
 _T = TypeVar("_T")
 
 
@@ -240,9 +243,7 @@ class ObstoreStore(Engine):
         location, policy = self._location, self._part_policy
         settings = translate(location, self._options)
         self._clients = ObstoreClients(location, settings, policy)
-        self._http: HttpRanges | None = None
-        if location.scheme == "s3" and speaks_plain_http(settings):
-            self._http = HttpRanges(settings.client_options, policy.timeout_floor_s)
+        self._http = open_ranges(location, settings, policy.timeout_floor_s)
         self._copier: S3fsStore | FsspecStore | None = None
 
     @property
@@ -253,7 +254,8 @@ class ObstoreStore(Engine):
             compare_and_swap=self._location.scheme != "file",
             acknowledges_puts=True,
             gathers_parts=True,
-            fills_memory=self._location.scheme == "file" or self._http is not None,
+            fills_memory=self._location.scheme == "file"
+            or (self._http is not None and self._http.is_of_use),
             limits=self._limits,
         )
 
@@ -271,27 +273,44 @@ class ObstoreStore(Engine):
         return self._ask(Asked("get", key, self.url), call)
 
     def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
+        memory = np.empty(end - start, np.uint8).data
+        if self._receive(asked, path, start, Destination([memory])):
+            return memory.toreadonly()
+        del memory
+        return self._fetch_by_engine(asked, path, start, end)
+
+    def _fetch_by_engine(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
         return self._ask(
             asked,
             lambda: memoryview(obstore.get_range(self._client(), path, start=start, end=end)),
         )
 
+    def _receive(self, asked: Asked, path: str, start: int, destination: Destination) -> bool:
+        """Receive a range over a connection of our own; False if the engine has to ask."""
+        http = self._http
+        if http is None or not http.is_of_use:
+            return False
+        fetch = partial(http.fetch, self._client(), path, asked, start, destination)
+        return self._ask(asked, lambda: fetch(self._time.reading_s()))
+
     def fill(self, key: str, start: int, destination: Destination) -> None:
         """Fetch a range straight into memory of the caller's."""
-        if not destination.num_bytes:
+        num_bytes, path = destination.num_bytes, self._path(key)
+        if not num_bytes:
             return
-        asked = Asked(f"get [{start}, {start + destination.num_bytes}) of", key, self.url)
-        http, path = self._http, self._path(key)
+        asked = Asked(f"get [{start}, {start + num_bytes}) of", key, self.url)
         if self._location.scheme == "file":
             if _read_file(f"/{path}", start, destination):
                 return
-        elif http is not None:
-            fetch = partial(http.fetch, self._client(), path, asked, start, destination)
-            if self._ask(asked, lambda: fetch(self._time.reading_s())):
-                return
-        data = self.get_range(key, start, start + destination.num_bytes)
-        with destination.writing(lambda: None):
-            destination.take(data)
+        elif self._receive(asked, path, start, destination):
+            return
+        # In steps: what is received in place may be longer than what there is memory for.
+        for at in range(0, num_bytes, _STEP_BYTES):
+            first, end = start + at, start + min(num_bytes, at + _STEP_BYTES)
+            fetch = partial(self._fetch_by_engine, asked, path, first, end)
+            data = check_length(asked, first, end, fetch, lambda: self.head(key))
+            with destination.writing(lambda: None):
+                destination.take(data, at)
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""

@@ -11,12 +11,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from dcpstore.errors import ConfigError
+from dcpstore.text import redact
 
 if TYPE_CHECKING:
     from dcpstore.store.base import Location
@@ -103,6 +109,44 @@ class BotocoreCredentials:
         return self._found
 
 
+class GoogleCredentials:
+    """A callable that obstore asks for tokens: application default credentials. Thread-safe.
+
+    Args:
+        file: Of credentials; None to look where Google's tools look.
+    """
+
+    def __init__(self, file: str | None = None) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._found: Any = None
+
+    def __call__(self) -> dict[str, Any]:
+        """Return a token in obstore's form.
+
+        Raises:
+            google.auth.exceptions.GoogleAuthError: If there are no credentials, or they are
+                refused.
+        """
+        import google.auth
+        from google.auth.transport.requests import Request
+
+        with self._lock:
+            if self._found is None and self._file is not None:
+                load: Any = google.auth.load_credentials_from_file
+                self._found, _ = load(self._file, [_GOOGLE_SCOPE])
+            elif self._found is None:
+                self._found, _ = google.auth.default([_GOOGLE_SCOPE])
+            if not self._found.valid:  # or so soon that obstore would ask again
+                self._found.refresh(Request())
+            expires = self._found.expiry
+            at = None if expires is None else expires.replace(tzinfo=timezone.utc)
+            return {"token": self._found.token, "expires_at": at}
+
+
+_GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+
+
 # They steer fsspec's instances, listings and file objects; no verb of ours uses those.
 _MOOT_FSSPEC = frozenset(
     {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"}
@@ -143,15 +187,110 @@ def translate(location: Location, options: Mapping[str, Any]) -> ObstoreSettings
     """
     given = {k: v for k, v in options.items() if v is not None and k not in _MOOT_FSSPEC}
     if location.scheme == "s3":
-        return _translate_s3(given)
-    if location.scheme == "gs":
-        return _translate_gs(given)
-    if location.scheme == "az":
-        return _translate_az(location, given)
-    given.pop("auto_mkdir", None)
-    for name in given:
-        raise NotHonoured(name)
-    return ObstoreSettings()
+        settings = _translate_s3(location, given)
+    elif location.scheme == "gs":
+        settings = _translate_gs(given)
+    elif location.scheme == "az":
+        settings = _translate_az(location, given)
+    else:
+        given.pop("auto_mkdir", None)
+        for name in given:
+            raise NotHonoured(name)
+        return ObstoreSettings()
+    _add_trust(settings, _BUNDLES if location.scheme == "s3" else _BUNDLES[1:])
+    return settings
+
+
+_ENDPOINT_VARIABLES = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
+
+
+def check_endpoint(location: Location, options: Mapping[str, Any]) -> None:
+    """Refuse the address of a server that is no URL, before an engine meets it.
+
+    Raises:
+        ConfigError: If it has no scheme or no host.
+    """
+    inner = options.get("client_kwargs")
+    nested = inner if isinstance(inner, Mapping) else {}
+    given = {
+        "endpoint_url": options.get("endpoint_url"),
+        "client_kwargs.endpoint_url": nested.get("endpoint_url"),
+    }
+    for name in _ENDPOINT_VARIABLES.get(location.scheme, ()):
+        given[name] = os.environ.get(name)
+    for name, value in given.items():
+        if value is None or value == "":
+            continue
+        text = str(value)
+        try:
+            url = urlsplit(text)
+            is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        except ValueError:  # brackets that do not match, a port that is no number
+            is_url = False
+        if is_url and not any(char.isspace() for char in text):
+            continue
+        rest = text.rpartition("://")[2].strip("/ ")
+        like = f"https://{rest}" if rest else "https://minio.example:9000"
+        raise ConfigError(
+            f"{name}={redact(text)!r} is not the URL of a server: write {redact(like)!r}, or"
+            " http:// for one without TLS"
+        )
+
+
+# Whom to trust -------------------------------------------------------------------------
+
+_BUNDLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")  # the first that is set counts, as in botocore
+
+
+def _add_trust(settings: ObstoreSettings, variables: Sequence[str]) -> None:
+    """Trust whom the environment names, as the fsspec engines do, unless an option says it."""
+    options = settings.client_options
+    if "root_certificate" in options or options.get("allow_invalid_certificates"):
+        return
+    for name in variables:
+        if path := os.environ.get(name):
+            options["root_certificate"] = _certificates(path, name)
+            return
+
+
+def _certificates(path: str | os.PathLike[str], name: str) -> bytes:
+    """Read the certificates of authorities.
+
+    Raises:
+        ConfigError: If there are none.
+        NotHonoured: If it is a folder.
+    """
+    if Path(path).is_dir():
+        raise NotHonoured(name, "obstore takes a file of certificates, not a folder of them")
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{name}={os.fspath(path)!r} cannot be read ({error.strerror}): give the path of a"
+            " file with the certificates of the authorities to trust, in PEM"
+        ) from None
+    if b"-----BEGIN CERTIFICATE-----" not in content:
+        raise ConfigError(
+            f"{name}={os.fspath(path)!r} has no certificate in it: give a file in PEM, with"
+            " '-----BEGIN CERTIFICATE-----'"
+        )
+    return content
+
+
+def _refuse_self_signed(settings: ObstoreSettings, name: str) -> None:
+    """Leave it to the fsspec engine to trust a server's own certificate: obstore does not.
+
+    That is what `openssl req -x509` makes: an authority by its flag, with the server's name.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    certificates = settings.client_options["root_certificate"].decode("ascii", "ignore")
+    with suppress(ssl.SSLError):
+        context.load_verify_locations(cadata=certificates)
+    host = urlsplit(str(settings.config.get("endpoint") or "")).hostname
+    for found in context.get_ca_certs():
+        named: Any = found.get("subjectAltName", ())
+        if found["subject"] == found["issuer"] and host in {said for _, said in named}:
+            raise NotHonoured(name, "obstore does not take a server's self-signed certificate")
 
 
 # S3 ------------------------------------------------------------------------------------
@@ -198,7 +337,7 @@ _S3_USUAL: dict[str, tuple[object, ...]] = {
 _S3_NESTED = ("s3_additional_kwargs", "config_kwargs", "config_kwargs.s3", "client_kwargs")
 
 
-def _translate_s3(given: dict[str, Any]) -> ObstoreSettings:
+def _translate_s3(location: Location, given: dict[str, Any]) -> ObstoreSettings:
     # UNSIGNED-PAYLOAD: hashing every body costs 0.9 CPU s/GiB, and our CRC32C covers it.
     settings = ObstoreSettings(config={"unsigned_payload": True})
     profile = given.pop("profile", None)
@@ -209,8 +348,10 @@ def _translate_s3(given: dict[str, Any]) -> ObstoreSettings:
         given = {f"{nested}.{k}": v for k, v in inner.items() if v is not None} | given
     for name, value in given.items():
         _s3_option(settings, name, value)
-    _s3_endpoint_and_region(settings, profile)
+    _s3_endpoint_and_region(settings, profile, location.bucket)
     _s3_credentials(settings, profile)
+    if "root_certificate" in settings.client_options:
+        _refuse_self_signed(settings, "client_kwargs.verify")
     return settings
 
 
@@ -227,19 +368,24 @@ def _s3_option(settings: ObstoreSettings, name: str, value: Any) -> None:
     elif name == "client_kwargs.verify" and value is False:
         client_options["allow_invalid_certificates"] = True
     elif name == "client_kwargs.verify" and isinstance(value, str | os.PathLike):
-        client_options["root_certificate"] = Path(value).read_bytes()
+        client_options["root_certificate"] = _certificates(value, name)
+    elif name == "config_kwargs.s3.addressing_style" and value == "virtual":
+        config["virtual_hosted_style_request"] = True
     elif name == "use_ssl" and "endpoint" in config:
         pass  # the endpoint's own scheme decides
     elif name not in _S3_MOOT and value not in _S3_USUAL.get(name, ()):
         raise NotHonoured(name)
 
 
-def _s3_endpoint_and_region(settings: ObstoreSettings, profile: str | None) -> None:
+def _s3_endpoint_and_region(settings: ObstoreSettings, profile: str | None, bucket: str) -> None:
     config = settings.config
     from_env = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     endpoint = config.get("endpoint") or from_env
     if endpoint:
-        config["endpoint"] = endpoint = str(endpoint).rstrip("/")
+        endpoint = str(endpoint).rstrip("/")
+        if config.get("virtual_hosted_style_request"):  # obstore wants the bucket in the name
+            endpoint = endpoint.replace("://", f"://{bucket}.", 1)
+        config["endpoint"] = endpoint
         if "AWS_ENDPOINT_URL_S3" in os.environ:
             # obstore reads it too, where it is recent, and prefers it to `endpoint`.
             config["aws_endpoint_url_s3"] = endpoint
@@ -280,20 +426,33 @@ def _translate_gs(given: dict[str, Any]) -> ObstoreSettings:
             pass
         else:
             raise NotHonoured(name)
+    if not _GS_CREDENTIALS & settings.config.keys() and not _gs_service_account_in_env():
+        settings.credential_provider = settings.credential_provider or GoogleCredentials()
     return settings
+
+
+_GS_CREDENTIALS = frozenset(
+    {"skip_signature", "bearer_token", "service_account", "service_account_key"}
+)
+
+
+def _gs_service_account_in_env() -> bool:
+    """Whether obstore finds a service account by a variable that only it knows."""
+    return any(name.startswith("GOOGLE_SERVICE_ACCOUNT") for name in os.environ)
 
 
 def _gs_token(settings: ObstoreSettings, token: Any) -> None:
     if token == "anon":  # noqa: S105 - gcsfs's word for no credentials
         settings.config["skip_signature"] = True
     elif token in ("google_default", "cloud"):
-        pass  # obstore's own chain: application default credentials, then the metadata server
+        pass  # the chain that is taken anyway
     elif isinstance(token, Mapping) and token.get("type") == "service_account":
         settings.config["service_account_key"] = json.dumps(dict(token))
     elif isinstance(token, str | os.PathLike) and Path(token).is_file():
-        kind = json.loads(Path(token).read_text(encoding="utf-8")).get("type")
-        name = "service_account" if kind == "service_account" else "application_credentials"
-        settings.config[name] = os.fspath(token)
+        if json.loads(Path(token).read_text(encoding="utf-8")).get("type") == "service_account":
+            settings.config["service_account"] = os.fspath(token)
+        else:
+            settings.credential_provider = GoogleCredentials(os.fspath(token))
     else:
         raise NotHonoured("token", "obstore takes a service account, a key file or 'anon'")
 
