@@ -66,6 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--endpoint", help="a real S3 server's; AWS_ACCESS_KEY_ID and ..._SECRET_... are used"
     )
+    parser.add_argument("--http", action="store_true", help="without TLS")
     parser.add_argument("--bucket", default="bench", help="on that server; it has to exist")
     parser.add_argument("--quick", action="store_true", help="tiny states, once: a smoke test")
     parser.add_argument("--output", type=Path, help="JSON to write")
@@ -112,10 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "test") if given.endpoint else "test"
     chosen = _chosen(given)
     with ExitStack() as stack:
-        client = stack.enter_context(Client())
-        servers: dict[str, Server | GoogleServer] = {
-            "s3": stack.enter_context(Server(given.bucket, key, secret, given.endpoint))
-        }
+        near = Server(given.bucket, key, secret, given.endpoint, is_secure=not given.http)
+        servers: dict[str, Server | GoogleServer] = {"s3": stack.enter_context(near)}
+        client = stack.enter_context(Client(near.environment))
         if any(scenario.store == "gs" for scenario in chosen):
             servers["gs"] = stack.enter_context(GoogleServer())
         for scenario in chosen:

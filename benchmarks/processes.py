@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 from benchmarks.job import Job, Site, control
 from benchmarks.link import Link
+from benchmarks.tls import Terminator
 from dcpstore.testing import GcsServer
 
 __all__ = ["Client", "GoogleServer", "Server"]
@@ -27,11 +30,16 @@ class Server(AbstractContextManager["Server"]):
         key: Of the account; the server's own objects take any.
         secret: Likewise.
         upstream: A real server's endpoint, if objects shall lie there.
+        is_secure: Whether its clients come over TLS.
     """
 
-    def __init__(self, bucket: str, key: str, secret: str, upstream: str | None) -> None:
+    def __init__(
+        self, bucket: str, key: str, secret: str, upstream: str | None, *, is_secure: bool
+    ) -> None:
         self._bucket, self._key, self._secret = bucket, key, secret
         self._arguments = ["--upstream", upstream] if upstream else []
+        self._is_secure = is_secure
+        self._terminator: Terminator | None = None
 
     def __enter__(self) -> Server:
         self._process = subprocess.Popen(
@@ -41,18 +49,29 @@ class Server(AbstractContextManager["Server"]):
             cwd=_ROOT,
         )
         assert self._process.stdout is not None
-        url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+        port = int(self._process.stdout.readline())
+        url = control_url = f"http://127.0.0.1:{port}"
+        if self._is_secure:
+            self._terminator = Terminator(port).__enter__()
+            url = self._terminator.url
         options = {
             "key": self._key,
             "secret": self._secret,
             "endpoint_url": url,
             "client_kwargs": {"region_name": "us-east-1"},
         }
-        self.site = Site(f"s3://{self._bucket}", options, url)
+        self.site = Site(f"s3://{self._bucket}", options, control_url)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._terminator is not None:
+            self._terminator.__exit__(None, None, None)
         self._process.communicate()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the environment of its clients has to say."""
+        return {} if self._terminator is None else self._terminator.trusting()
 
     @property
     def forgets(self) -> bool:
@@ -87,7 +106,14 @@ class GoogleServer(AbstractContextManager["GoogleServer"]):
 
 
 class Client(AbstractContextManager["Client"]):
-    """`benchmarks.client`, which forks processes per job, for as long as the context lasts."""
+    """`benchmarks.client`, which forks processes per job, for as long as the context lasts.
+
+    Args:
+        environment: Added to this process's own.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
 
     def __enter__(self) -> Client:
         self._process = subprocess.Popen(
@@ -95,6 +121,7 @@ class Client(AbstractContextManager["Client"]):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_ROOT,
+            env={**os.environ, **self._environment},
             text=True,
         )
         return self

@@ -16,7 +16,7 @@ _ALL = Want()
 _PEERS = {"save": ("s3torch-4", "msc-8"), "load": ("s3torch", "msc")}
 _OURS = ("ours", "ours-fsspec")
 _SAVERS = ("stock", "stock-8", *_PEERS["save"], *_OURS, "bare")
-_LOADERS = ("stock", *_PEERS["load"], *_OURS, "ours-tls", "bare")
+_LOADERS = ("stock", *_PEERS["load"], *_OURS, "bare")
 _RANKS = ("stock", "s3torch", "msc", "ours", "ours-shared")
 _CLOUD = Link(latency_s=0.02, jitter_s=0.03, bytes_per_s=100e6)
 

@@ -29,7 +29,6 @@ SYSTEMS = {
     "ours": ours("dcpstore (obstore)", "ours", engine="obstore"),
     "ours-fsspec": ours("dcpstore (fsspec)", "ours", engine="fsspec"),
     "ours-once": ours("dcpstore, never asking twice", "ours", engine="obstore", hedge_share=0.0),
-    "ours-tls": ours("dcpstore, as over https", "ours", engine="obstore", lands=False),
     "ours-shared": ours_shared("dcpstore.save, .load", "ours-shared"),
     "bare": bare("bare obstore", "bare"),
     "bare-crc": bare("bare obstore, and CRC32C", "bare-crc", checks=True),

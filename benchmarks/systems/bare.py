@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.systems.base import StateDict, System
@@ -32,6 +34,8 @@ def open_bare(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     from obstore.store import S3Store
 
     bucket, _, folder = url.removeprefix("s3://").partition("/")
+    authority = os.environ.get("AWS_CA_BUNDLE")
+    trust = {"root_certificate": Path(authority).read_bytes()} if authority else {}
     store = S3Store(
         bucket,
         config={
@@ -41,7 +45,7 @@ def open_bare(url: str, options: dict[str, Any]) -> tuple[Any, str]:
             "region": "us-east-1",
             "unsigned_payload": True,
         },
-        client_options={"allow_http": True, "timeout": "15min"},
+        client_options={"allow_http": True, "timeout": "15min", **trust},
     )
     return store, folder
 

@@ -10,15 +10,13 @@ from benchmarks.systems.base import StateDict, System, of_dcp, quietly
 __all__ = ["ours", "ours_shared"]
 
 
-def ours(label: str, layout: str, *, engine: Any, lands: bool = True, **settings: Any) -> System:
+def ours(label: str, layout: str, *, engine: Any, **settings: Any) -> System:
     """Return dcpstore's writer and reader on one of its engines, with their defaults.
 
     Args:
         label: For the table.
         layout: Whose checkpoints it loads.
         engine: See `dcpstore.ReadConfig`.
-        lands: Whether ranges may be received straight into their targets. The benchmark's server
-            speaks plain HTTP, where they are; over TLS they are not.
         settings: Of a load that is no default; such a system is a variant.
     """
 
@@ -29,13 +27,10 @@ def ours(label: str, layout: str, *, engine: Any, lands: bool = True, **settings
         return dcpstore.ObjectStoreWriter(url, storage_options=options, config=config)
 
     def reader(url: str, options: dict[str, Any]) -> Any:
-        import dcpstore.store
+        import dcpstore
 
         config = dcpstore.ReadConfig(engine=engine, **settings)
-        opener = dcpstore.store.open_store if lands else _open_as_over_tls
-        return dcpstore.ObjectStoreReader(
-            url, storage_options=options, config=config, store_opener=opener
-        )
+        return dcpstore.ObjectStoreReader(url, storage_options=options, config=config)
 
     system = of_dcp(
         label,
@@ -44,27 +39,7 @@ def ours(label: str, layout: str, *, engine: Any, lands: bool = True, **settings
         reader=reader,
         converters={"pt": _to_pt, "safetensors": _to_safetensors},
     )
-    return replace(system, is_variant=bool(settings) or not lands)
-
-
-class _AsOverTls:
-    """A store that passes everything on but what it could only do over plain HTTP."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    @property
-    def capabilities(self) -> Any:
-        return replace(self._inner.capabilities, fills_memory=False)
-
-
-def _open_as_over_tls(*args: Any, **more: Any) -> Any:
-    from dcpstore.store import open_store
-
-    return _AsOverTls(open_store(*args, **more))
+    return replace(system, is_variant=bool(settings))
 
 
 def ours_shared(label: str, layout: str) -> System:
