@@ -22,7 +22,6 @@ _COLOURS = {
     "ours": "#1a73e8",
     "ours-fsspec": "#8ab4f8",
     "ours-once": "#c6dafc",
-    "ours-tls": "#aecbfa",
     "ours-shared": "#174ea6",
     "bare": "#202124",
     "bare-crc": "#3c4043",

@@ -132,8 +132,9 @@ class StoreError(CheckpointError):
         denied: Whether credentials are missing, wrong or insufficient.
         refused: Whether the store answered every attempt, each time that it did nothing.
         unreachable: Whether no connection came about, as the server's name does not resolve or
-            nobody listens there. No proof that nothing was sent: an HTTP client may have sent
-            the request over a connection that broke before it tried again.
+            nobody listens there, or it was closed without an answer. No proof that nothing was
+            sent: an HTTP client may have sent the request over a connection that broke before it
+            tried again.
     """
 
     def __init__(

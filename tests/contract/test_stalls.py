@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
-from ipaddress import IPv4Address
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from dcpstore import ObjectStoreReader, ObjectStoreWriter
 from dcpstore.config import ReadConfig, WriteConfig
-from dcpstore.errors import NotFoundError, StoreError
+from dcpstore.errors import ConfigError, NotFoundError, StoreError
 from dcpstore.store import RetryPolicy, open_store
 from dcpstore.store.base import Destination
 from dcpstore.testing.conformance import PART_BYTES
@@ -228,29 +223,9 @@ def test_a_name_that_does_not_resolve_is_named(engine):
         store.get("a")
 
 
-@pytest.fixture
-def own_authority(tmp_path) -> Iterator[str]:
-    """The address of a server whose certificate nobody knows."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.now(timezone.utc)
-    address = x509.IPAddress(IPv4Address("127.0.0.1"))
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    chain, secret = tmp_path / "chain.pem", tmp_path / "key.pem"
-    chain.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    secret.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(chain, secret)
+@contextmanager
+def serving(context: ssl.SSLContext | None, said: bytes = b"") -> Iterator[int]:
+    """Give the port of a server that says one thing to whoever connects, and closes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -260,16 +235,68 @@ def own_authority(tmp_path) -> Iterator[str]:
                 except OSError:
                     return
                 with connection, suppress(OSError):
-                    context.wrap_socket(connection, server_side=True).close()
+                    if context is not None:
+                        context.wrap_socket(connection, server_side=True).close()
+                    else:
+                        connection.recv(1 << 16)
+                        connection.sendall(said)
 
         threading.Thread(target=serve, daemon=True).start()
-        yield f"https://127.0.0.1:{listener.getsockname()[1]}"
+        yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_certificate_that_is_refused_is_named_at_once(engine, own_authority):
-    options = {"key": "k", "secret": "s", "endpoint_url": own_authority}
+def refusal(engine, endpoint_url):
+    """Return what a read says about a server, which it must do within seconds."""
+    options = {"key": "k", "secret": "s", "endpoint_url": endpoint_url}
     store = open_store("s3://b/run", storage_options=options, engine=engine)
-    with pytest.raises(StoreError, match=r"certificate was refused .*'verify'") as caught:
+    began = time.monotonic()
+    with pytest.raises((StoreError, ConfigError)) as caught:
         store.get("a")
-    assert not caught.value.retryable
+    assert time.monotonic() - began < 30  # 5 s of tries, and what a slow machine needs
+    return caught.value
+
+
+def test_a_certificate_that_is_refused_is_named_at_once(engine, authority):
+    with serving(authority.server_context()) as port:
+        error = refusal(engine, f"https://127.0.0.1:{port}")
+    assert not error.retryable
+    assert re.search(r"certificate was refused .*'verify'", str(error))
+
+
+def test_a_server_without_tls_is_named_at_once(engine):
+    with serving(None, b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n") as port:
+        error = refusal(engine, f"https://127.0.0.1:{port}")
+    assert isinstance(error, ConfigError)
+    assert "does not speak TLS" in str(error)
+    assert "Write http://" in str(error)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Client sent an HTTP request to an HTTPS server.",
+        "<html><head><title>400 The plain HTTP request was sent to HTTPS port</title></head>",
+    ],
+)
+def test_a_server_that_asks_for_tls_is_named_at_once(engine, said):
+    answer = f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(said)}\r\n\r\n{said}"
+    with serving(None, answer.encode()) as port:
+        error = refusal(engine, f"http://127.0.0.1:{port}")
+    if engine == "obstore":  # botocore drops what the server says
+        assert isinstance(error, ConfigError)
+        assert "wants TLS" in str(error)
+        assert "Write https://" in str(error)
+    else:
+        assert "400: Bad Request" in str(error)
+
+
+def test_a_server_that_closes_connections_without_a_word_is_named_within_seconds(
+    engine, authority, caplog
+):
+    with serving(authority.server_context()) as port:  # as Python does on plain HTTP
+        error = refusal(engine, f"http://127.0.0.1:{port}")
+    assert error.unreachable
+    assert "check the endpoint, its scheme and its port" in str(error)
+    (warning,) = [one for one in caplog.messages if "trying again" in one]  # not one for each try
+    assert "s3://b/run" in warning

@@ -164,7 +164,8 @@ Generic { source: RetryError( RetryErrorImpl { inner: Http( HttpError { kind: Co
             True,
         ),
         ("InvalidCertificate(\n UnknownIssuer )", "refused (UnknownIssuer)", False, False),
-        ("Something else", "error sending request", False, True),
+        ("Something else", "error sending request", True, True),
+        ("HttpError {\n kind: Timeout }", "no answer in time", False, True),
     ],
 )
 def test_obstore_tells_why_there_is_no_connection(debug, said, unreachable, retryable):

@@ -9,6 +9,7 @@ import pytest
 
 from dcpstore.errors import AlreadyExistsError, StoreError
 from dcpstore.store import AdaptiveLimiter, IfMatch, RetryingStore, RetryPolicy, open_store
+from dcpstore.store.base import Location, Origin
 from dcpstore.store.retry import TimeLimit, call_with_retries
 from dcpstore.testing import FaultyStore, RecordingStore, StoreFault
 
@@ -266,6 +267,35 @@ def test_a_server_that_answered_before_is_taken_to_restart(fake_time):
     with pytest.raises(StoreError, match="refused"):
         store.head("a")
     assert fake_time.now - 100 > 100
+
+
+def test_a_server_that_answered_another_store_of_this_process_is_taken_to_restart(fake_time):
+    def store_in(bucket):
+        stalling = Stalling(fake_time, 0, StoreError("404", denied=True))
+        location = Location("s3", bucket, "run", f"s3://{bucket}/run")
+        stalling.origin = Origin(location, {"endpoint_url": "http://of-this-test"})
+        return stalling, retrying(stalling, fake_time, RetryPolicy())
+
+    _, first = store_in("known")
+    stranger, third = store_in("unknown")
+    with pytest.raises(StoreError, match="404"):
+        first.head("a")
+    stalling, second = store_in("known")
+    stalling.error = stranger.error = unreachable()
+    with pytest.raises(StoreError, match="refused"):
+        third.head("a")
+    assert fake_time.now - 100 <= 5
+    with pytest.raises(StoreError, match="refused"):
+        second.head("a")
+    assert fake_time.now - 100 > 100
+
+
+def test_a_warning_tells_of_the_first_failure_and_then_now_and_again(fake_time, caplog):
+    stalling = Stalling(fake_time, 0, StoreError("the server said 500", retryable=True))
+    with pytest.raises(StoreError):
+        retrying(stalling, fake_time, RetryPolicy(max_attempts=100)).head("a")
+    assert caplog.messages[0] == "the server said 500; trying again for up to 180 s"
+    assert 4 <= len(caplog.messages) <= 6 < len(stalling.times)
 
 
 def test_a_put_outlasts_a_restart_although_this_process_has_not_looked(fake_time):

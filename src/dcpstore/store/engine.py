@@ -118,9 +118,11 @@ class Answer:
         is_transport: Whether the connection failed rather than the request.
         no_credentials: Whether the request was never sent for want of credentials.
         never_began: Whether a file system refused before anything got its final name.
-        unreachable: Whether there is no connection, because nobody listens or the name of the
-            server is unknown.
+        unreachable: Whether there is no connection, or it was closed before an answer came: nobody
+            listens, the name of the server is unknown, or it expects something else.
         untrusted: Whether there is no connection, because the certificate was refused.
+        speaks: ``"http"`` or ``"https"`` where the server turned out to expect that, and the
+            endpoint says the other.
     """
 
     status: int | None = None
@@ -132,6 +134,7 @@ class Answer:
     never_began: bool = False
     unreachable: bool = False
     untrusted: bool = False
+    speaks: Literal["http", "https"] | None = None
 
     def __str__(self) -> str:
         said = " ".join(str(part) for part in (self.status, self.code) if part is not None)
@@ -173,7 +176,7 @@ def _did_nothing(answer: Answer) -> bool:
     return 400 <= answer.status < 500 and answer.status != 408 and answer.code != "RequestTimeout"
 
 
-def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:
+def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:  # noqa: C901 - a table
     """Errors that another try would not change; None for all others."""
     if answer.code == "NoSuchBucket" or answer.code == "ContainerNotFound":
         return NotFoundError(
@@ -194,6 +197,12 @@ def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:
             f"{asked} failed: the server's certificate was refused ({answer}). Give that of its "
             "authority: on S3, storage_options={'client_kwargs': {'verify': 'ca.pem'}}",
             key=asked.key,
+        )
+    if answer.speaks is not None:
+        what = "does not speak TLS" if answer.speaks == "http" else "wants TLS"
+        return ConfigError(
+            f"{asked} failed: the server {what} ({answer}). Write {answer.speaks}:// in"
+            " endpoint_url, or correct the port"
         )
     if answer.status in (401, 403):
         return _denied(
@@ -258,10 +267,13 @@ def with_python_reason(answer: Answer, error: BaseException) -> Answer:
     """Add why there was no connection, which the causes of an error tell."""
     if not answer.is_transport:
         return answer
+    is_late = False
     cause: BaseException | None = error
     for _ in range(8):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return replace(answer, text=trimmed(str(cause)), untrusted=True)
+        if getattr(cause, "reason", None) in _NO_TLS:
+            return replace(answer, text=trimmed(str(cause)), speaks="http")
         if isinstance(cause, socket.gaierror):
             return unresolved(answer, trimmed(cause.strerror or str(cause)))
         if isinstance(cause, ConnectionRefusedError) or getattr(cause, "errno", None) in (
@@ -271,8 +283,12 @@ def with_python_reason(answer: Answer, error: BaseException) -> Answer:
             return replace(answer, text=no_connection(type(cause).__name__), unreachable=True)
         if cause is None:
             break
+        is_late = is_late or "Timeout" in type(cause).__name__
         cause = cause.__cause__ or cause.__context__
-    return answer
+    return replace(answer, unreachable=not is_late)
+
+
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG"})
 
 
 def unresolved(answer: Answer, said: str) -> Answer:

@@ -16,7 +16,7 @@ from fsspec.registry import known_implementations, registry
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.errors import ConfigError
 from dcpstore.store.base import Location, Store
-from dcpstore.store.options import NotHonoured, check_endpoint
+from dcpstore.store.options import NotHonoured, check_connection
 from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
 from dcpstore.text import redact
 
@@ -169,7 +169,7 @@ def open_store(
     """
     location = parse_location(url)
     options = dict(storage_options or {})
-    check_endpoint(location, options)
+    check_connection(location, options)
     policy = retry or RetryPolicy()
     if engine == "auto":
         inner = _open_either(location, options, policy)

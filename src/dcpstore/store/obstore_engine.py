@@ -517,6 +517,11 @@ _COMPLETING = re.compile(
 _REFUSED = re.compile(r"kind: (ConnectionRefused|HostUnreachable|NetworkUnreachable)")
 _UNRESOLVED = re.compile(r'"dns error".{0,200}?error: "([^"]*)"', re.DOTALL)
 _BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*((?:\w+[\s(]*)+)")
+_NO_TLS = re.compile(r"InvalidMessage\(\s*InvalidContentType")
+# What servers answer on a port for https: nginx, Go's (MinIO), Apache.
+_WANTS_TLS = re.compile(
+    r"HTTP request (?:was sent )?to (?:an )?HTTPS|plain HTTP to an SSL", re.IGNORECASE
+)
 _TIMED_OUT = re.compile(r"HttpError \{\s*kind: Timeout")
 _TRANSPORT = re.compile(
     r"error sending request|connect|timed? ?out|reset|broken pipe|incomplete|closed before|"
@@ -568,6 +573,7 @@ def _read_obstore(name: str, error: BaseException, text: str) -> Answer:
         is_transport=number is None and _TRANSPORT.search(text) is not None,
         never_began=os_error is not None and int(os_error.group(1)) in NEVER_BEGAN,
         no_credentials=any(word in text for word in NO_CREDENTIALS),
+        speaks="https" if number == 400 and _WANTS_TLS.search(text) else None,
     )
 
 
@@ -584,7 +590,9 @@ def _with_obstore_reason(answer: Answer, debug: str) -> Answer:
         return replace(answer, text=no_connection(found[1]), unreachable=True)
     if _TIMED_OUT.search(debug):
         return replace(answer, text="no answer in time")
-    return answer
+    if _NO_TLS.search(debug):
+        return replace(answer, text="it answered something else", speaks="http")
+    return replace(answer, unreachable=True)
 
 
 def _first_sentence(text: str) -> str:

@@ -204,14 +204,18 @@ def translate(location: Location, options: Mapping[str, Any]) -> ObstoreSettings
 _ENDPOINT_VARIABLES = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
 
 
-def check_endpoint(location: Location, options: Mapping[str, Any]) -> None:
-    """Refuse the address of a server that is no URL, before an engine meets it.
+def check_connection(location: Location, options: Mapping[str, Any]) -> None:
+    """Refuse what no engine could connect with, before one tries to.
 
     Raises:
-        ConfigError: If it has no scheme or no host.
+        ConfigError: If the address of the server is no URL, or there are no certificates where an
+            option says.
     """
     inner = options.get("client_kwargs")
     nested = inner if isinstance(inner, Mapping) else {}
+    verify = nested.get("verify")
+    if isinstance(verify, str | os.PathLike) and not Path(verify).is_dir():
+        _certificates(verify, "client_kwargs.verify")
     given = {
         "endpoint_url": options.get("endpoint_url"),
         "client_kwargs.endpoint_url": nested.get("endpoint_url"),

@@ -29,7 +29,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
@@ -45,6 +45,7 @@ from dcpstore.store.base import (
     Fetched,
     FillsMemory,
     ObjectInfo,
+    Origin,
     Part,
     PutMode,
     ServerCopies,
@@ -158,6 +159,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LONGEST_SHARE = 0.4  # of the deadline: two tries, and the waits between them, fit in
 _LEAST_S = 0.05
+_QUIET_S = 30.0  # between two warnings of one store
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +179,8 @@ class RetryPolicy:
         min_bytes_per_s: What a request's bytes add to its time-out: the slowest connection
             that is not taken for a dead one. 32 parts at 256 KiB/s are 8 MiB/s.
         unreachable_s: How long to keep looking where a server that has not answered this
-            store before refuses connections, or its name is unknown: most likely the
-            address is wrong. One that has answered is taken to restart, and so it is by
+            process before refuses or closes connections, or its name is unknown: most likely
+            the address is wrong. One that has answered is taken to restart, and so it is by
             puts: somebody has looked before.
     """
 
@@ -380,6 +382,22 @@ class TimesOut(Protocol):
         """Return the same store for one request, which fails when so many seconds are over."""
 
 
+# Where servers are that have answered this process: another store of the same place need not find
+# out anew that the address is right.
+_answered: set[object] = set()
+
+
+def _place_of(inner: Store) -> object:
+    """Return what tells a bucket on a server from others; None if that is not known."""
+    origin = getattr(inner, "origin", None)
+    if not isinstance(origin, Origin):
+        return None
+    location, options = origin.location, origin.options
+    nested = options.get("client_kwargs")
+    endpoint = nested.get("endpoint_url") if isinstance(nested, Mapping) else None
+    return location.scheme, location.bucket, str(options.get("endpoint_url") or endpoint)
+
+
 class RetryingStore(WrappedStore):
     """A `Store` that repeats failed requests of another and slows down when throttled.
 
@@ -409,7 +427,9 @@ class RetryingStore(WrappedStore):
         self._sleep = sleep
         self._rng = rng or random.Random()
         self._limits_time = hasattr(type(inner), "within")
-        self._has_answered = False
+        self._told_s: float | None = None
+        self._place = _place_of(inner)
+        self._has_answered = self._place in _answered
 
     @property
     def limiter(self) -> AdaptiveLimiter:
@@ -452,6 +472,7 @@ class RetryingStore(WrappedStore):
             only_if_throttled=is_put and call.mode != "overwrite",
             # Who puts has looked before, maybe in another process.
             has_answered=lambda: self._has_answered or is_put,
+            warn=self._warn,
             clock=self._clock,
             sleep=self._sleep,
             rng=self._rng,
@@ -476,11 +497,26 @@ class RetryingStore(WrappedStore):
         except StoreError as error:
             if error.throttled:
                 self._limiter.note_throttle(error.retry_after_s)
-            self._has_answered = self._has_answered or not error.retryable or error.throttled
+            if error.throttled or not error.retryable:
+                self._note_answer()
             raise
         self._limiter.note_success()
-        self._has_answered = True
+        self._note_answer()
         return answer
+
+    def _warn(self, error: StoreError, spent_s: float) -> None:
+        """Tell of a failure that is followed by another try; of many, now and again of one."""
+        now_s = self._clock()
+        if self._told_s is None or now_s - self._told_s >= _QUIET_S:
+            self._told_s = now_s
+            until_s = self._policy.total_deadline_s
+            logger.warning("%s; trying again for up to %.0f s", error.message, until_s - spent_s)
+
+    def _note_answer(self) -> None:
+        if not self._has_answered:
+            self._has_answered = True
+            if self._place is not None:
+                _answered.add(self._place)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._inner, self._policy, self._limiter)
@@ -493,6 +529,7 @@ def call_with_retries(
     place: Callable[[], AbstractContextManager[None]] = nullcontext,
     only_if_throttled: bool = False,
     has_answered: Callable[[], bool] = lambda: True,
+    warn: Callable[[StoreError, float], None] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     rng: random.Random | None = None,
@@ -506,6 +543,7 @@ def call_with_retries(
         place: Held during each try. The wait for the first one is not part of the deadline.
         only_if_throttled: Repeat after no other error, however retryable.
         has_answered: Whether the server is known to be one.
+        warn: Told of each failure that another try follows, and how long the tries took so far.
         clock: Monotonic seconds.
         sleep: Called between attempts.
         rng: Source of the jitter.
@@ -536,11 +574,14 @@ def call_with_retries(
             spent_s = clock() - began_s
             delay_s = policy.delay_s(num_failures, rng.random(), error.retry_after_s)
             most_s = policy.total_deadline_s
-            if error.unreachable and not has_answered():
+            is_unknown = error.unreachable and not has_answered()
+            if is_unknown:
                 most_s = min(most_s, policy.unreachable_s)
             if num_failures >= policy.max_attempts or spent_s + delay_s >= most_s:
-                raise _given_up(error, said, num_failures, spent_s) from error
+                hint = _CHECK_ADDRESS if is_unknown else ""
+                raise _given_up(error, said, num_failures, spent_s, hint) from error
             said[_sort_of(error)] = error.message
+            warn(error, spent_s)
         sleep(delay_s)
 
 
@@ -561,8 +602,13 @@ def _sort_of(error: StoreError) -> str:
     return re.sub(r"[\d.]+", "#", error.message)
 
 
+_CHECK_ADDRESS = (
+    ". Nothing there has answered this process before: check the endpoint, its scheme and its port"
+)
+
+
 def _given_up(
-    error: StoreError, said: dict[str, str], num_attempts: int, spent_s: float
+    error: StoreError, said: dict[str, str], num_attempts: int, spent_s: float, hint: str
 ) -> StoreError:
     tries = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
     gave_up = f"gave up after {tries} over {spent_s:.1f} s"
@@ -570,7 +616,7 @@ def _given_up(
     if others:
         # The deadline may have cut the last attempts short: that says little about the store.
         gave_up += f"; an attempt before: {others[-1]}"
-    return error.saying(f"{error.message} ({gave_up})")
+    return error.saying(f"{error.message} ({gave_up}){hint}")
 
 
 def copy_with_retries(request: Callable[[float], None], policy: RetryPolicy) -> None:
