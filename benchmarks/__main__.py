@@ -23,6 +23,7 @@ from benchmarks.report import publish, render, renew, to_json
 from benchmarks.running import Bench
 from benchmarks.scenarios import LINKS, SCENARIOS, Scenario
 from benchmarks.systems import SYSTEMS, is_installed
+from benchmarks.tls import has_terminator
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results" / "latest.json"
@@ -112,8 +113,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     key = os.environ.get("AWS_ACCESS_KEY_ID", "test") if given.endpoint else "test"
     secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "test") if given.endpoint else "test"
     chosen = _chosen(given)
+    is_secure = not given.http and has_terminator()
+    if not (given.http or is_secure):
+        print("plain HTTP: there is no nginx that takes TLS off (nginx-light, libnginx-mod-stream)")
     with ExitStack() as stack:
-        near = Server(given.bucket, key, secret, given.endpoint, is_secure=not given.http)
+        near = Server(given.bucket, key, secret, given.endpoint, is_secure=is_secure)
         servers: dict[str, Server | GoogleServer] = {"s3": stack.enter_context(near)}
         client = stack.enter_context(Client(near.environment))
         if any(scenario.store == "gs" for scenario in chosen):
@@ -129,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": machine,
         "is_quick": given.quick,
         "server": given.endpoint or "benchmarks.server",
+        "scheme": "https" if is_secure else "http",
         "rows": rows,
     }
     print(render(results))

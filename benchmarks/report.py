@@ -53,7 +53,7 @@ def publish(page: Path, results: dict[str, Any]) -> None:
 def renew(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Put rows of a later run in the place of those before, and say which they are."""
     rows = {row["name"]: row for row in (*before["rows"], *now["rows"])}
-    later = {"command": now["command"], "machine": now["machine"]}
+    later = {name: now[name] for name in ("command", "machine", "scheme") if name in now}
     later["rows"] = [row["name"] for row in now["rows"]]
     return {
         **before,
@@ -72,11 +72,15 @@ def render(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_SCHEMES = {"http": "plain HTTP", "https": "https (TLS 1.3)"}
+
+
 def _about(run: dict[str, Any]) -> str:
     machine = run["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return (
-        f"`{run['command']}`, {machine['date']}: {machine['cores']} shared cores that serve"
+        f"`{run['command']}`, {machine['date']}, over {_SCHEMES[run.get('scheme', 'http')]}:"
+        f" {machine['cores']} shared cores that serve"
         f" client and server alike (load average {machine['load_before']:.1f} before),"
         f" Python {machine['python']}, {versions}"
     )

@@ -18,7 +18,7 @@ from dcpstore.testing import Fault
 
 from .conftest import ONCE
 
-FILLING = ("obstore-local", "obstore-s3")
+FILLING = ("obstore-local", "obstore-s3", "obstore-gcs")
 DATA = bytes(range(256)) * 4096
 QUICK = RetryPolicy(max_attempts=4, base_delay_s=0.01, max_delay_s=0.02)
 SIGNED = "X-Amz-Signature"

@@ -16,7 +16,8 @@ from benchmarks.report import render, renew, to_json
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A smoke run of few rows; one of them with several ranks."""
     output = tmp_path_factory.mktemp("bench") / "results.json"
-    command = ["--quick", "--output", str(output), "--only", "save", "train", "rows-4-2"]
+    command = ["--quick", "--http", "--output", str(output)]
+    command += ["--only", "save", "train", "rows-4-2"]
     assert main([*command, "--systems", "stock", "ours", "ours-shared", "bare"]) == 0
     return json.loads(output.read_text())
 
@@ -63,7 +64,7 @@ def test_the_report_has_every_row_in_the_sum_and_a_table_of_its_own(
 @pytest.mark.campaign  # it starts the ranks of a row once more
 def test_rows_of_several_ranks_are_measured_more_than_once(tmp_path) -> None:
     output = tmp_path / "results.json"
-    command = ["--quick", "--repeats", "2", "--output", str(output), "--only", "rows-4-2"]
+    command = ["--quick", "--http", "--repeats", "2", "--output", str(output), "--only", "rows-4-2"]
     assert main([*command, "--systems", "ours"]) == 0
     (row,) = json.loads(output.read_text())["rows"]
     assert [run["needed_bytes"] > 0 for run in row["runs"]["ours"]] == [True, True]
