@@ -516,12 +516,9 @@ def open_ranges(location: Location, settings: ObstoreSettings, pause_s: float) -
 
     That is with settings that change a request in ways unknown here, and behind a proxy.
     """
-    known = _KNOWN_CONFIG.get(location.scheme)
-    if known is None:
-        return None
     server = _server_of(location, settings.config)
     if (
-        not known.issuperset(settings.config)
+        not _KNOWN_CONFIG[location.scheme].issuperset(settings.config)
         or not _KNOWN_CLIENT_OPTIONS.issuperset(settings.client_options)
         or _is_behind_proxy(server)
     ):

@@ -60,7 +60,7 @@ from dcpstore.store.engine import (
     trimmed,
     unresolved,
 )
-from dcpstore.store.http_ranges import open_ranges
+from dcpstore.store.http_ranges import HttpRanges, open_ranges
 from dcpstore.store.options import ObstoreSettings, translate
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 from dcpstore.text import redact
@@ -243,7 +243,9 @@ class ObstoreStore(Engine):
         location, policy = self._location, self._part_policy
         settings = translate(location, self._options)
         self._clients = ObstoreClients(location, settings, policy)
-        self._http = open_ranges(location, settings, policy.timeout_floor_s)
+        self._http: HttpRanges | None = None
+        if location.bucket:  # that is, on a server
+            self._http = open_ranges(location, settings, policy.timeout_floor_s)
         self._copier: S3fsStore | FsspecStore | None = None
 
     @property
