@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-_TIMEOUT_S = 600
+_TIMEOUT_S = 3000
 
 
 @dataclass(frozen=True, slots=True)

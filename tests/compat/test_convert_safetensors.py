@@ -555,7 +555,7 @@ def test_a_rank_that_fails_takes_the_files_of_all_along(tmp_path) -> None:
 
 def test_a_tensor_without_a_name_needs_one(tmp_path: Path) -> None:
     save_file({"": torch.ones(2), "b": torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(dcpstore.IncompatibleError, match="a key of the source is empty.*rename="):
+    with pytest.raises(dcpstore.IncompatibleError, match=r"a key of the source is empty.*rename="):
         safetensors_to_dcp(tmp_path, tmp_path / "out", progress=False)
     safetensors_to_dcp(tmp_path, tmp_path / "out", rename={"": "a"}, progress=False)
     assert sorted(dcpstore.open_checkpoint(tmp_path / "out").keys) == ["a", "b"]
