@@ -49,14 +49,17 @@ class Terminator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.05)  # in which the transports close their sockets
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         back_reader, back_writer = await asyncio.open_connection(*self._upstream)
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
-            await asyncio.gather(_copy(reader, back_writer), _copy(back_reader, writer))
-        for one in (writer, back_writer):
-            one.close()
+        try:
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                await asyncio.gather(_copy(reader, back_writer), _copy(back_reader, writer))
+        finally:
+            for one in (writer, back_writer):
+                one.transport.abort()
 
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

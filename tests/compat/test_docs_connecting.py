@@ -22,10 +22,11 @@ def test_s3_over_tls_and_google(
     s3_server, gcs_server, authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3, google, _ = BLOCKS  # the last one: tests/contract/test_azurite.py
-    client = s3_server.create_bucket("bucket")
+    client = s3_server.create_bucket("connecting")
     names: dict[str, Any] = {}
     with Terminator(authority.server_context(), s3_server.endpoint_url) as server:
         s3 = s3.replace("https://minio.example:9000", server.url)
+        s3 = s3.replace("s3://bucket", "s3://connecting")
         run(s3.replace("/etc/ssl/company-ca.pem", authority.file), names)
     assert "run/step-100/.metadata" in client.keys("run/")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_server.endpoint_url)

@@ -95,7 +95,7 @@ def test_throttling_is_ridden_out(place: Place):
 def test_a_server_that_stays_down_is_an_error_and_no_finding(place: Place):
     filled(place)
     place.server.add_fault(Fault("GetObject", skip=2, times=-1))
-    with pytest.raises(StoreError, match="SlowDown"):
+    with pytest.raises(StoreError, match="503: slow down"):
         verify(place)
 
 
