@@ -30,7 +30,7 @@ def test_s3_over_tls_and_google(
         run(s3.replace("/etc/ssl/company-ca.pem", authority.file), names)
     assert "run/step-100/.metadata" in client.keys("run/")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_server.endpoint_url)
-    run(google.replace("gs://bucket", "gs://contract"), names)
+    run(google.replace("gs://bucket", "gs://contract/connecting"), names)
 
 
 def test_the_page_names_what_errors_say() -> None:
