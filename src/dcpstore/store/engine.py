@@ -272,7 +272,7 @@ def with_python_reason(answer: Answer, error: BaseException) -> Answer:
     for _ in range(8):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return replace(answer, text=trimmed(str(cause)), untrusted=True)
-        if getattr(cause, "reason", None) in _NO_TLS:
+        if isinstance(cause, ssl.SSLError) and getattr(cause, "reason", None) in _NO_TLS:
             return replace(answer, text=trimmed(str(cause)), speaks="http")
         if isinstance(cause, socket.gaierror):
             return unresolved(answer, trimmed(cause.strerror or str(cause)))

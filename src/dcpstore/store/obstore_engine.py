@@ -289,10 +289,9 @@ class ObstoreStore(Engine):
 
     def _receive(self, asked: Asked, path: str, start: int, destination: Destination) -> bool:
         """Receive a range over a connection of our own; False if the engine has to ask."""
-        http = self._http
-        if http is None or not http.is_of_use:
+        if self._http is None:
             return False
-        fetch = partial(http.fetch, self._client(), path, asked, start, destination)
+        fetch = partial(self._http.fetch, self._client(), path, asked, start, destination)
         return self._ask(asked, lambda: fetch(self._time.reading_s()))
 
     def fill(self, key: str, start: int, destination: Destination) -> None:

@@ -201,9 +201,6 @@ def translate(location: Location, options: Mapping[str, Any]) -> ObstoreSettings
     return settings
 
 
-_ENDPOINT_VARIABLES = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
-
-
 def check_connection(location: Location, options: Mapping[str, Any]) -> None:
     """Refuse what no engine could connect with, before one tries to.
 
@@ -220,8 +217,9 @@ def check_connection(location: Location, options: Mapping[str, Any]) -> None:
         "endpoint_url": options.get("endpoint_url"),
         "client_kwargs.endpoint_url": nested.get("endpoint_url"),
     }
-    for name in _ENDPOINT_VARIABLES.get(location.scheme, ()):
-        given[name] = os.environ.get(name)
+    if location.scheme == "s3":
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            given[name] = os.environ.get(name)
     for name, value in given.items():
         if value is None or value == "":
             continue
