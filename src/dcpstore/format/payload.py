@@ -28,11 +28,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import queue
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,7 @@ from torch.autograd.graph import increment_version
 
 from dcpstore.format.dtypes import is_plain_dtype, is_row_major
 from dcpstore.store.base import ByteRange
+from dcpstore.store.budget import Bytes, Cancelled
 from dcpstore.torch_private import wait_async_collective
 
 if TYPE_CHECKING:
@@ -489,10 +492,10 @@ def copy_box_in(
     box_offsets: Sequence[int],
     box_sizes: Sequence[int],
     target: torch.Tensor,
+    *,
+    non_blocking: bool = False,
 ) -> None:
     """Copy a box of a chunk, out of fetched payload bytes, into a target tensor.
-
-    Done when it returns, also for a target on another device.
 
     Args:
         source: Payload bytes of the chunk, from ``source_start`` on; read-only will do, any
@@ -504,6 +507,9 @@ def copy_box_in(
         box_sizes: Sizes of the box; equal to the target's shape.
         target: Already narrowed to the box: any strides and device. Another dtype than the
             chunk's is cast as ``copy_`` does; whether that is wanted, the caller decides.
+        non_blocking: Queue the copy to another device on its current stream, and cast and
+            lay out there, in a temporary as large as the source. The caller keeps the source
+            until the stream is done; asynchronous only if the source is page-locked.
 
     Raises:
         ValueError: If the box's bytes are not all in ``source``, or shapes do not match.
@@ -529,9 +535,11 @@ def copy_box_in(
     data = _tensor_over(held)
     with _may_write(target):
         if is_flat:
-            as_bytes(target).copy_(data)
-        else:
-            _copy_strided_in(data, dtype, chunk_strides, target, is_exact=is_exact)
+            as_bytes(target).copy_(data, non_blocking=non_blocking)
+            return
+        if non_blocking:
+            data = data.to(target.device, non_blocking=True)
+        _copy_strided_in(data, dtype, chunk_strides, target, is_exact=is_exact)
 
 
 def _copy_strided_in(
@@ -552,6 +560,86 @@ def _copy_strided_in(
         _each_byte(target).copy_(box)
         return
     for piece, index in _pieces(target):
-        scratch = torch.empty(piece.shape, dtype=dtype, device="cpu")
+        scratch = torch.empty(piece.shape, dtype=dtype, device=data.device)
         _each_byte(scratch).copy_(box[index])
         piece.copy_(scratch)
+
+
+# --- slabs: host memory that is used again --------------------------------------------
+
+_T = TypeVar("_T")
+
+_POLL_S = 0.02  # how often a blocked wait looks whether the operation was cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """One piece of host memory, seen as numpy and as torch."""
+
+    array: Bytes
+    tensor: torch.Tensor
+
+    @classmethod
+    def make(cls, num_bytes: int, *, pin: bool) -> Slab:
+        """Allocate one, page-locked if a device copies from it or to it."""
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+        return cls(tensor.numpy(), tensor)
+
+    def cut(self, piece_bytes: int) -> list[Slab]:
+        """Return as many pieces of that size as it holds."""
+        ends = range(piece_bytes, len(self.array) + 1, piece_bytes)
+        return [
+            Slab(self.array[end - piece_bytes : end], self.tensor[end - piece_bytes : end])
+            for end in ends
+        ]
+
+
+class Slabs:
+    """A bounded number of slabs, each made on first use. Thread-safe.
+
+    Args:
+        num_slabs: Most that exist.
+        make: Allocates one.
+        cancelled: Ends a wait: whoever takes a slab then raises `Cancelled`.
+    """
+
+    def __init__(
+        self, num_slabs: int, make: Callable[[], Slab], cancelled: Callable[[], bool]
+    ) -> None:
+        self.free: queue.SimpleQueue[Slab] = queue.SimpleQueue()
+        """Put a slab here to give it back."""
+        self._num_slabs = num_slabs
+        self._make = make
+        self._cancelled = cancelled
+        self._num_made = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_made(self) -> int:
+        """How many exist."""
+        return self._num_made
+
+    def take(self) -> Slab:
+        """Take a slab, waiting for one if need be."""
+        with self._lock:
+            makes_one = self.free.empty() and self._num_made < self._num_slabs
+            self._num_made += makes_one
+        return self._make() if makes_one else take(self.free, self._cancelled)
+
+
+def take(free: queue.SimpleQueue[_T], cancelled: Callable[[], bool]) -> _T:
+    """Take what is free, waiting for it if need be.
+
+    Raises:
+        Cancelled: If ``cancelled()`` is true while nothing is free.
+    """
+    while True:
+        try:
+            return free.get_nowait()
+        except queue.Empty:
+            if cancelled():
+                raise Cancelled from None
+        try:
+            return free.get(timeout=_POLL_S)
+        except queue.Empty:
+            continue

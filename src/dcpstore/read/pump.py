@@ -7,11 +7,16 @@ in the caller's thread.
 
 A `ReadJob` carries out a read plan: verified, copied at most once::
 
-    caller     resolve, check, plan | submit requests under the byte budget | commit targets
-    workers                         | GET, verify blocks, copy into target  |
-                                    | or GET into the target, verify there  |
+    caller     resolve, check, plan | submit requests under the byte budget     | commit targets
+    workers                         | GET into the target, verify there         |
+                                    | or GET into a slab, verify, copy, reuse   |
+                                    | or GET, verify, collect a record          |
 
 Only the workers touch the store and only the caller touches the planner.
+
+Targets on a CUDA device get their bytes out of page-locked slabs, on a stream of the load's own.
+A worker waits for what it queued before it gives its slab back, and before the planner hears of
+the target.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -37,6 +42,7 @@ from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
 from dcpstore.format.checksum import find_bad_block
 from dcpstore.format.manifest import StoredItem
+from dcpstore.format.payload import Slab, Slabs
 from dcpstore.read.plan import MOST_LANDING_BYTES, Request, join_pieces, land, plan_pieces
 from dcpstore.read.targets import (
     Piece,
@@ -52,7 +58,7 @@ from dcpstore.read.targets import (
     resolve_targets,
 )
 from dcpstore.report import Meter
-from dcpstore.store.base import FillsMemory, Store
+from dcpstore.store.base import Destination, FillsMemory, Store
 from dcpstore.store.budget import ByteBudget, Cancelled, FlightWindow, bytes_in_flight
 from dcpstore.store.hedge import RangeHedge
 from dcpstore.store.retry import read_twice_if_damaged
@@ -192,6 +198,41 @@ def locate_records(
     return found
 
 
+class CopyStreams:
+    """One stream of copies for each CUDA device that has targets; none on a host without."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def are_used(self) -> bool:
+        """Whether any target is on a CUDA device."""
+        return bool(self._streams)
+
+    def open(self, devices: Iterable[torch.device]) -> None:
+        """Make streams that begin when all work is done that the caller queued so far."""
+        for device in {one for one in devices if one.type == "cuda"} - self._streams.keys():
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def done_on_exit(self) -> Iterator[None]:
+        """Queue copies on these streams, and wait for them in the end. Any thread."""
+        if not self._streams:
+            yield
+            return
+        with ExitStack() as stack:
+            for stream in self._streams.values():
+                stack.enter_context(torch.cuda.stream(stream))
+            try:
+                yield
+            finally:  # also after an error: what is queued still reads the caller's memory
+                for stream in self._streams.values():
+                    end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                    end.record(stream)
+                    end.synchronize()
+
+
 class ReadJob:
     """One rank's part of one load.
 
@@ -221,9 +262,8 @@ class ReadJob:
         self._meter = meter
         # Two at a time fit: one travels between ranks while the next is fetched.
         self._request_bytes = min(config.request_bytes, config.budget_bytes // 2)
-        self._budget = ByteBudget(
-            bytes_in_flight(config.budget_bytes), FlightWindow(self._request_bytes)
-        )
+        in_flight_bytes = bytes_in_flight(config.budget_bytes)
+        self._budget = ByteBudget(in_flight_bytes, FlightWindow(self._request_bytes))
         self._pump = Pump(config.max_requests)
         self._hedge: RangeHedge | None = None
         if config.hedge_share and not store.url.startswith(("file://", "memory://")):
@@ -236,6 +276,12 @@ class ReadJob:
         self._landings = FlightWindow(MOST_LANDING_BYTES)
         # What lands takes little memory: this bounds what is asked for at a time.
         self._flight = ByteBudget(config.max_requests * MOST_LANDING_BYTES, self._landings)
+        self._streams = CopyStreams()
+        self._slabs = Slabs(
+            max(1, min(config.max_requests, in_flight_bytes // self._request_bytes)),
+            lambda: Slab.make(self._request_bytes, pin=self._streams.are_used),
+            self._pump.is_stopped,
+        )
         self.pieces: dict[str, list[Piece]] = {}
         """What is still to be fetched, by object."""
         self._done: queue.SimpleQueue[Target] = queue.SimpleQueue()
@@ -286,6 +332,7 @@ class ReadJob:
             for target in targets:
                 target.item = located.get((target.item.key, target.item.record), target.item)
         remote = group_targets(self._load_inline(targets, planner))
+        self._streams.open(target.tensor.device for target in remote if target.tensor is not None)
         self.pieces = plan_pieces(
             remote,
             request_bytes=self._request_bytes,
@@ -393,28 +440,58 @@ class ReadJob:
             self.commit_complete(planner)
 
     def _serve(self, request: Request) -> None:
-        self._deliver(request, self._get_verified(request))
+        if self._passes_a_slab(request):
+            self._stage(request)
+        else:
+            self._deliver(request, self._get_verified(request))
+
+    def _passes_a_slab(self, request: Request) -> bool:
+        """Whether its bytes are copied to their targets and needed no longer."""
+        return (
+            self._store.capabilities.fills_memory
+            and request.range.num_bytes <= self._request_bytes
+            and all(piece.target.item.kind == "raw" for piece in request.pieces)
+        )
+
+    def _stage(self, request: Request) -> None:
+        """Receive a request into a slab, check it there, and copy it to its targets."""
+        slab = self._slabs.take()
+        try:
+            data = slab.array.data[: request.range.num_bytes]
+
+            def fill() -> None:
+                self._fill(request, Destination([data]), self._budget)
+                self._check(request, data)
+
+            read_twice_if_damaged(fill)
+            self._deliver(request, data)
+        finally:
+            self._slabs.free.put(slab)
 
     def _land(self, request: Request) -> None:
         """Receive a request into its targets and check it there."""
+
+        def fill() -> None:
+            destination = request.destination()
+            try:
+                self._fill(request, destination, self._flight)
+            finally:
+                if destination.was_written:  # never write an unchanged count: others count too
+                    self._num_touched += 1
+            request.note_written()
+            self._check(request)
+
         try:
-            read_twice_if_damaged(partial(self._fill, request))
+            read_twice_if_damaged(fill)
         finally:
             self._flight.release(request.range.num_bytes)
         for piece in request.pieces:
             self._arrived(piece)
 
-    def _fill(self, request: Request) -> None:
-        destination = request.destination()
+    def _fill(self, request: Request, destination: Destination, budget: ByteBudget) -> None:
         store = cast("FillsMemory", self._hedge or self._store)
-        try:
-            with self._asking(request, self._flight):
-                store.fill(request.key, request.range.start, destination)
-        finally:
-            if destination.was_written:  # never write an unchanged count: others count too
-                self._num_touched += 1
-        request.note_written()
-        self._check(request)
+        with self._asking(request, budget):
+            store.fill(request.key, request.range.start, destination)
 
     def _get_verified(self, request: Request) -> memoryview:
         """Fetch a request's bytes and check them; a bad block gets one second chance."""
@@ -474,12 +551,14 @@ class ReadJob:
     def _deliver(self, request: Request, data: memoryview) -> None:
         """Copy a request's verified bytes to whoever wants them."""
         with torch.inference_mode(self._is_inference):
+            with self._streams.done_on_exit():
+                for piece in request.pieces:
+                    if piece.target.item.kind == "raw":
+                        self._num_touched += 1
+                        copy_piece(piece, request.window(data, piece.fetch))
+                    else:
+                        piece.target.collect(piece.span, request.window(data, piece.span))
             for piece in request.pieces:
-                if piece.target.item.kind == "raw":
-                    self._num_touched += 1
-                    copy_piece(piece, request.window(data, piece.fetch))
-                else:
-                    piece.target.collect(piece.span, request.window(data, piece.span))
                 self._arrived(piece)
 
     def _arrived(self, piece: Piece) -> None:

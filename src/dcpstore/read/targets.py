@@ -455,25 +455,28 @@ def part_of_target(piece: Piece) -> torch.Tensor:
 
 
 def copy_piece(piece: Piece, data: memoryview) -> None:
-    """Copy a piece into its target.
+    """Copy a piece into its target; queue the copy where the target is on a CUDA device.
 
     Args:
         piece: A part of a raw item.
-        data: The bytes of its ``fetch`` range, or only those that are its own.
+        data: The bytes of its ``fetch`` range, or only those that are its own. Kept until the
+            current stream of the target's device is done.
     """
     item, part = piece.target.item, part_of_target(piece)
     start = piece.fetch.start - item.payload.start
     dtype, box = dtype_from_name(item.dtype), piece.box
+    is_queued = part.device.type == "cuda"
     if box is None:  # elements of the flattened chunk
         first = (piece.span.start - item.payload.start) // dtype.itemsize
-        copy_box_in(data, start, dtype, (1,), (first,), part.shape, part)
+        shape = part.shape
+        copy_box_in(data, start, dtype, (1,), (first,), shape, part, non_blocking=is_queued)
         return
     strides = item.element_strides
     if len(data) < piece.fetch.num_bytes:  # runs of elements, without what lies between them
         run, step = (num_bytes // dtype.itemsize for num_bytes in piece.spacing)
         start, box = 0, ((0,) * len(box[1]), box[1])
         strides = tuple(one if one < step else one // step * run for one in strides)
-    copy_box_in(data, start, dtype, strides, *box, part)
+    copy_box_in(data, start, dtype, strides, *box, part, non_blocking=is_queued)
 
 
 def copy_inline(item: StoredItem, payload: bytes, target: Target) -> None:

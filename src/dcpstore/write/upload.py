@@ -26,9 +26,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from time import monotonic, sleep
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import Buffer
@@ -37,31 +37,12 @@ from dcpstore.config import WriteConfig
 from dcpstore.errors import CorruptError
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.manifest import DataObject
-from dcpstore.format.payload import copy_bytes_out, host_payload
+from dcpstore.format.payload import Slab, Slabs, copy_bytes_out, host_payload, take
 from dcpstore.report import Meter
 from dcpstore.store.base import Capabilities, ObjectInfo, Part, chained, joined
 from dcpstore.store.budget import Bytes, Cancelled
 
-_T = TypeVar("_T")
-
-_POLL_S = 0.02  # how often a blocked wait looks whether the operation was cancelled
 _LEAST_SLABS_TO_CUT = 3  # as an upload begins once it has two parts, and both may need a slab
-
-
-@dataclass(frozen=True, slots=True)
-class Slab:
-    """One piece of host memory, seen as numpy and as torch."""
-
-    array: Bytes
-    tensor: torch.Tensor
-
-    def cut(self, piece_bytes: int) -> list[Slab]:
-        """Return as many pieces of that size as it holds."""
-        ends = range(piece_bytes, len(self.array) + 1, piece_bytes)
-        return [
-            Slab(self.array[end - piece_bytes : end], self.tensor[end - piece_bytes : end])
-            for end in ends
-        ]
 
 
 class SlabPool:
@@ -100,13 +81,10 @@ class SlabPool:
     ) -> None:
         # SimpleQueue.put is reentrant, hence safe in the finalizer of a lease.
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[Slab] = queue.SimpleQueue()
         self._scratch: queue.SimpleQueue[Slab] | None = None
-        self._num_slabs = num_slabs
         self._slab_bytes = slab_bytes
-        self._make_slab = make_slab
+        self._slabs = Slabs(num_slabs, partial(make_slab, slab_bytes), cancelled)
         self._cancelled = cancelled
-        self._num_made = 0
         can_cut = num_slabs >= _LEAST_SLABS_TO_CUT
         self._scratch_bytes = slab_bytes // num_places // 4096 * 4096 if can_cut else 0
         for _ in range(num_places):
@@ -115,18 +93,15 @@ class SlabPool:
     @property
     def peak_bytes(self) -> int:
         """Size of the slabs that exist."""
-        return self._num_made * self._slab_bytes
+        return self._slabs.num_made * self._slab_bytes
 
     def acquire_place(self) -> None:
         """Take a place, waiting for one if need be."""
-        self._take(self._places)
+        take(self._places, self._cancelled)
 
     def acquire_slab(self) -> Slab:
         """Take a slab for a part that has a place, waiting for one if need be."""
-        if self._free.empty() and self._num_made < self._num_slabs:
-            self._num_made += 1
-            return self._make_slab(self._slab_bytes)
-        return self._take(self._free)
+        return self._slabs.take()
 
     def acquire_scratch(self) -> Slab | None:
         """Take scratch for a part that has a place; None if there is too little memory to cut.
@@ -148,7 +123,7 @@ class SlabPool:
         """Return views of the pieces of a part; the last to die gives back what it took."""
         back: list[tuple[queue.SimpleQueue[Any], Slab | None]] = [(self._places, None)]
         if slab is not None:
-            back.append((self._free, slab))
+            back.append((self._slabs.free, slab))
         if scratch is not None and self._scratch is not None:
             back.append((self._scratch, scratch))
         leases = [piece[:] for piece in pieces]
@@ -156,18 +131,6 @@ class SlabPool:
         for lease in leases:
             weakref.finalize(lease, _give_back, alive, back).atexit = False
         return leases
-
-    def _take(self, free: queue.SimpleQueue[_T]) -> _T:
-        while True:
-            try:
-                return free.get_nowait()
-            except queue.Empty:
-                if self._cancelled():
-                    raise Cancelled from None
-            try:
-                return free.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
 
 
 def _give_back(
@@ -428,7 +391,6 @@ class Uploads:
         """Whether any were: then parts are expected to copy little."""
         self._meter = meter
         self._config = config
-        self._pin = pin
         self._executor = ThreadPoolExecutor(config.max_uploads, "dcpstore-upload")
         self._failed = threading.Event()
         num_slabs = config.budget_bytes // self.part_bytes
@@ -437,7 +399,7 @@ class Uploads:
         if not store.capabilities.gathers_parts:
             num_places = min(num_places, num_slabs)  # it copies what it is lent
         self.pool = SlabPool(
-            num_places, num_slabs, self.part_bytes, self._make_slab, self._failed.is_set
+            num_places, num_slabs, self.part_bytes, partial(Slab.make, pin=pin), self._failed.is_set
         )
         """Memory for what is copied."""
         self._open: ObjectStream | None = None
@@ -482,10 +444,6 @@ class Uploads:
         if not self.has_lent or not self._store.capabilities.gathers_parts:
             return None
         return self.pool.acquire_scratch()
-
-    def _make_slab(self, num_bytes: int) -> Slab:
-        tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
-        return Slab(tensor.numpy(), tensor)
 
     def _wait(self) -> None:
         self._raise_cause()
