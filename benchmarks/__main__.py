@@ -26,7 +26,7 @@ from benchmarks.systems import SYSTEMS, is_installed
 from benchmarks.tls import has_terminator
 
 ROOT = Path(__file__).parent
-RESULTS = ROOT / "results" / "latest.json"
+RESULTS = {scheme: ROOT / "results" / f"{scheme}.json" for scheme in ("https", "http")}
 PAGE = ROOT.parent / "docs" / "performance.md"
 PLOT = ROOT.parent / "docs" / "performance.svg"
 _PACKAGES = (
@@ -75,7 +75,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--publish",
         action="store_true",
-        help=f"write {RESULTS.name}, and what docs/ shows of it; with --only renew some rows",
+        help="write results/, and what docs/ shows of them; with --only renew some rows",
     )
     return parser.parse_args(arguments)
 
@@ -83,7 +83,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _chosen(given: argparse.Namespace) -> list[Scenario]:
     here = {name for name, system in SYSTEMS.items() if is_installed(system)}
     for name in sorted(set(given.systems or SYSTEMS) - here):
-        print(f"{name} is left out: {', '.join(SYSTEMS[name].needs)} is not installed (make bench)")
+        print(f"{name} is left out: {SYSTEMS[name].lacking} is not installed")
     chosen = []
     for scenario in SCENARIOS:
         if given.only and scenario.name not in given.only:
@@ -143,13 +143,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn = page(results) if given.plot.suffix == ".html" else plot(results)
         given.plot.write_text(drawn)
     if given.publish:
-        if given.only:
-            results = renew(json.loads(RESULTS.read_text()), results)
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(to_json(results))
-        PLOT.write_text(plot(results))
-        publish(PAGE, results)
+        _publish(results, renews=bool(given.only))
     return int(any(_has_failed(row) for row in rows))
+
+
+def _publish(results: dict[str, Any], *, renews: bool) -> None:
+    """Keep the results of their scheme, and show those of both."""
+    file = RESULTS[results["scheme"]]
+    if renews and file.exists():
+        results = renew(json.loads(file.read_text()), results)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(to_json(results))
+    kept = {name: json.loads(one.read_text()) for name, one in RESULTS.items() if one.exists()}
+    shown = kept.get("https", results)
+    publish(PAGE, shown, kept.get("http") if "https" in kept else None)
+    PLOT.write_text(plot(shown))
 
 
 def _has_failed(row: dict[str, Any]) -> bool:

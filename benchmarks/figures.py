@@ -21,7 +21,9 @@ __all__ = [
 Row = dict[str, Any]
 Runs = list[dict[str, Any]]
 
-OTHERS = ("stock", "stock-8", "s3torch", "s3torch-4", "msc", "msc-8")  # what one would use instead
+_STOCK = ("stock", "stock-8", "stock-hf")
+_PEERS = ("s3torch", "s3torch-4", "msc", "msc-8")
+OTHERS = (*_STOCK, *_PEERS)  # what one would use instead
 
 
 def has_failed(runs: Runs) -> bool:
@@ -53,7 +55,7 @@ def headline(row: Row) -> str:
 
 def best_other(row: Row, *, peers_only: bool = False) -> tuple[str, float] | None:
     """Return the quickest of stock and the peers, and its median; None if there is none."""
-    names = OTHERS[2:] if peers_only else OTHERS
+    names = _PEERS if peers_only else OTHERS
     found = [(mid(runs, headline(row)), name) for name in names if (runs := of(row, name))]
     if not found:
         return None

@@ -43,11 +43,17 @@ def to_json(results: dict[str, Any]) -> str:
     return f'{text}"rows": [\n' + ",\n".join(rows) + "]\n}\n"
 
 
-def publish(page: Path, results: dict[str, Any]) -> None:
-    """Replace what lies between the markers of a page."""
+def publish(page: Path, results: dict[str, Any], plain: dict[str, Any] | None) -> None:
+    """Replace what lies between the markers of a page.
+
+    Args:
+        page: Markdown.
+        results: Of a run over https.
+        plain: Of one over plain HTTP, shown beside it.
+    """
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{render(results)}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n\n{render(results, plain)}\n{END}{after}")
 
 
 def renew(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -62,9 +68,13 @@ def renew(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def render(results: dict[str, Any]) -> str:
+def render(results: dict[str, Any], plain: dict[str, Any] | None = None) -> str:
     """Return the tables."""
-    lines = [f"{_about(results)}.", *_about_renewed(results), "", *_summary(results["rows"])]
+    beside = {row["name"]: row for row in plain["rows"]} if plain else {}
+    lines = [f"{_about(results)}.", *_about_renewed(results)]
+    if plain:
+        lines += ["", f"Beside it: {_about(plain)}.", *_about_renewed(plain)]
+    lines += ["", *_summary(results["rows"], beside)]
     if not results["is_quick"]:
         lines += ["", *targets(results["rows"])]
     for row in results["rows"]:
@@ -96,10 +106,11 @@ def _about_renewed(results: dict[str, Any]) -> Iterator[str]:
 # --- all rows -----------------------------------------------------------------------------
 
 
-def _summary(rows: list[Row]) -> Iterator[str]:
+def _summary(rows: list[Row], beside: dict[str, Row]) -> Iterator[str]:
     yield (
-        "Seconds, medians; of `train` the training time lost. The last column: how many times"
-        " faster dcpstore is than the best of stock and the peers."
+        "Seconds, medians; of `train` the training time lost. Ahead: how many times faster"
+        " dcpstore is than the best of stock and the peers."
+        + (" The last two columns are over plain HTTP." if beside else "")
     )
     yield ""
     names = [
@@ -107,11 +118,17 @@ def _summary(rows: list[Row]) -> Iterator[str]:
         for name, system in SYSTEMS.items()
         if not system.is_variant and any(name in row["runs"] for row in rows)
     ]
-    yield f"| row | {' | '.join(SYSTEMS[name].label for name in names)} | ahead |"
-    yield "| --- |" + " --- |" * (len(names) + 1)
+    heads = ["row", *(SYSTEMS[name].label for name in names), "ahead"]
+    heads += ["http: dcpstore", "ahead"] if beside else []
+    yield f"| {' | '.join(heads)} |"
+    yield "|" + " --- |" * len(heads)
     for row in rows:
-        cells = [_seconds(row, name) for name in names]
-        yield f"| `{row['name']}` | {' | '.join(cells)} | {_ahead(row)} |"
+        cells = [f"`{row['name']}`", *(_seconds(row, name) for name in names), _ahead(row)]
+        if beside:
+            other = beside.get(row["name"])
+            found = other and best_of_ours(other)
+            cells += [f"{found[1]:.2f}", _ahead(other)] if other and found else ["", ""]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _seconds(row: Row, name: str) -> str:

@@ -15,8 +15,9 @@ MIB = 1 << 20
 _ALL = Want()
 _PEERS = {"save": ("s3torch-4", "msc-8"), "load": ("s3torch", "msc")}
 _OURS = ("ours", "ours-fsspec")
-_SAVERS = ("stock", "stock-8", *_PEERS["save"], *_OURS, "bare")
-_LOADERS = ("stock", *_PEERS["load"], *_OURS, "bare")
+_SAVERS = ("stock", "stock-8", "stock-hf", *_PEERS["save"], *_OURS, "bare")
+_LOADERS = ("stock", "stock-hf", *_PEERS["load"], *_OURS, "bare")
+_LIMITS = ("ours-8", "ours-128", "floor-8", "floor-32")
 _RANKS = ("stock", "s3torch", "msc", "ours", "ours-shared")
 _CLOUD = Link(latency_s=0.02, jitter_s=0.03, bytes_per_s=100e6)
 
@@ -112,8 +113,18 @@ def _convert(name: str, title: str, target: str) -> Scenario:
 
 
 SCENARIOS = (
-    _row("save", "save 1 GiB, tensors of 4 to 64 MiB", "mixed", 1024, 24, systems=_SAVERS),
-    _row("load", "load the same, in the order saved", "mixed", 1024, 24, systems=_LOADERS),
+    _row(
+        "save",
+        "save 1 GiB, tensors of 4 to 64 MiB",
+        *("mixed", 1024, 24),
+        systems=(*_SAVERS, "bare-crc"),
+    ),
+    _row(
+        "load",
+        "load the same, in the order saved",
+        *("mixed", 1024, 24),
+        systems=(*_LOADERS, *_LIMITS),
+    ),
     _row(
         "save-fast",
         "save it to a near server",
@@ -124,7 +135,11 @@ SCENARIOS = (
         systems=(*_SAVERS, "bare-crc"),
     ),
     _row(
-        "load-fast", "load it from a near server", "mixed", 1024, 24, link="fast", systems=_LOADERS
+        "load-fast",
+        "load it from a near server",
+        *("mixed", 1024, 24),
+        link="fast",
+        systems=(*_LOADERS, *_LIMITS),
     ),
     _row("save-model", "save 512 MiB of a bf16 model with fp32 moments", "model", 512, 4),
     _row("load-model", "load it", "model", 512, 4),

@@ -1,4 +1,4 @@
-"""What is measured: stock DCP, its peers, ours on both engines, the bare engine as the limit."""
+"""What is measured: stock DCP, its peers, ours; and as limits the bare engine and a loop in C."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 from benchmarks.systems.bare import bare
 from benchmarks.systems.base import System
+from benchmarks.systems.floor import floor
 from benchmarks.systems.ours import ours, ours_shared
 from benchmarks.systems.peers import multi_storage_client, s3_connector
-from benchmarks.systems.stock import stock
+from benchmarks.systems.stock import stock, stock_hugging_face
 
 __all__ = ["SYSTEMS", "System", "is_installed"]
 
@@ -18,6 +19,7 @@ __all__ = ["SYSTEMS", "System", "is_installed"]
 SYSTEMS = {
     "stock": stock("stock DCP", "stock"),
     "stock-8": stock("stock DCP, 8 threads", "stock-8", threads=8),
+    "stock-hf": stock_hugging_face("stock DCP, Hugging Face files", "stock-hf"),
     "s3torch": s3_connector("s3torchconnector", "s3torch", threads=1, gbps=50),
     "s3torch-4": s3_connector("s3torchconnector, 4 threads", "s3torch-4", threads=4, gbps=50),
     "msc": multi_storage_client(
@@ -29,9 +31,13 @@ SYSTEMS = {
     "ours": ours("dcpstore (obstore)", "ours", engine="obstore"),
     "ours-fsspec": ours("dcpstore (fsspec)", "ours", engine="fsspec"),
     "ours-once": ours("dcpstore, never asking twice", "ours", engine="obstore", hedge_share=0.0),
+    "ours-8": ours("dcpstore, 8 requests", "ours", engine="obstore", max_requests=8),
+    "ours-128": ours("dcpstore, 128 requests", "ours", engine="obstore", max_requests=128),
     "ours-shared": ours_shared("dcpstore.save, .load", "ours-shared"),
     "bare": bare("bare obstore", "bare"),
     "bare-crc": bare("bare obstore, and CRC32C", "bare-crc", checks=True),
+    "floor-8": floor("C, 8 connections, and CRC32C", num_connections=8),
+    "floor-32": floor("C, 32 connections, and CRC32C", num_connections=32),
 }
 
 
@@ -42,4 +48,4 @@ def is_installed(system: System) -> bool:
             distribution(name)
         except PackageNotFoundError:
             return False
-    return True
+    return system.is_here()

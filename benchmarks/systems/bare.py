@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.systems.base import StateDict, System
 
-__all__ = ["bare", "open_bare"]
+__all__ = ["bare", "open_bare", "save_as_one"]
 
 
 def bare(label: str, layout: str, *, checks: bool = False) -> System:
@@ -23,7 +23,7 @@ def bare(label: str, layout: str, *, checks: bool = False) -> System:
         checks: Whether a save also takes the CRC32C of what it puts, block by block: the least
             that a save whose bytes can be verified costs.
     """
-    save = partial(_save, checks=checks)
+    save = partial(save_as_one, checks=checks)
     return System(
         label=label, layout=layout, save=save, load=_load, is_bare=True, is_variant=checks
     )
@@ -50,7 +50,7 @@ def open_bare(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     return store, folder
 
 
-def _save(state: StateDict, url: str, options: dict[str, Any], *, checks: bool) -> None:
+def save_as_one(state: StateDict, url: str, options: dict[str, Any], *, checks: bool) -> None:
     """Put a tensor's own memory as one object, with the part size and concurrency of ours."""
     import obstore
     import torch

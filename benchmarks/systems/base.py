@@ -34,6 +34,7 @@ class System:
         is_variant: Whether it shows what one setting does, in the tables of some rows only.
         is_bare: Whether it knows nothing of tensors and moves bytes only.
         needs: Distributions that it is made of and that are not installed with dcpstore.
+        is_here: Whether there is all else that it needs.
     """
 
     label: str
@@ -45,6 +46,12 @@ class System:
     is_variant: bool = False
     is_bare: bool = False
     needs: tuple[str, ...] = ()
+    is_here: Callable[[], bool] = lambda: True
+
+    @property
+    def lacking(self) -> str:
+        """What is not here, for a message."""
+        return ", ".join(self.needs) or "a C compiler with OpenSSL's headers"
 
 
 def of_dcp(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
-from benchmarks.systems.base import Convert, System, of_dcp, quietly
+from benchmarks.systems.base import Convert, StateDict, System, of_dcp, quietly
 
-__all__ = ["stock"]
+__all__ = ["stock", "stock_hugging_face"]
 
 
 def stock(label: str, layout: str, *, threads: int = 1) -> System:
@@ -19,6 +20,33 @@ def stock(label: str, layout: str, *, threads: int = 1) -> System:
 
     converters: dict[str, Convert] = {"pt": _to_pt, "safetensors": _to_safetensors}
     return of_dcp(label, layout, writer=writer, reader=_reader, converters=converters)
+
+
+def stock_hugging_face(label: str, layout: str) -> System:
+    """Return torch's Hugging Face writer and reader, which know local folders only, and s3fs."""
+    return System(label=label, layout=layout, save=_save_hf, load=_load_hf)
+
+
+def _save_hf(state: StateDict, url: str, options: dict[str, Any]) -> None:
+    import fsspec
+    import torch.distributed.checkpoint as dcp
+
+    with tempfile.TemporaryDirectory() as folder:
+        writer = dcp.HuggingFaceStorageWriter(folder)
+        quietly(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+        remote, path = fsspec.url_to_fs(url, **options)
+        remote.put(f"{folder}/", f"{path}/", recursive=True)
+
+
+def _load_hf(state: StateDict, url: str, options: dict[str, Any]) -> None:
+    import fsspec
+    import torch.distributed.checkpoint as dcp
+
+    with tempfile.TemporaryDirectory() as folder:
+        remote, path = fsspec.url_to_fs(url, **options)
+        remote.get(f"{path}/", f"{folder}/", recursive=True)
+        reader = dcp.HuggingFaceStorageReader(folder)
+        quietly(lambda: dcp.load(state, storage_reader=reader, no_dist=True))
 
 
 def _reader(url: str, options: dict[str, Any]) -> Any:
