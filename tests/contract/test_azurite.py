@@ -121,7 +121,7 @@ def test_a_checkpoint_is_saved_loaded_and_replaced(by, endpoint, authority, monk
     (data,) = (one for one in store.list() if one.key.endswith(".distcp"))
     assert store.capabilities.fills_memory
     assert len(store.get_range(data.key, 100, 5000)) == 4900
-    assert store.inner._http._num_detours == 0  # it came over a connection of ours
+    assert store.inner._clients.ranges._num_detours == 0  # it came over a connection of ours
 
 
 def test_the_example_of_the_page_runs(endpoint, authority, monkeypatch) -> None:

@@ -273,7 +273,7 @@ def test_a_certificate_that_goes_bad_while_a_load_runs_is_refused(
     server.context = context(authority)  # of new connections; the old one goes on
     assert fill(store) == DATA[5:300_005]
     store.close()
-    store.inner._http._trust._sessions.clear()  # else it would be resumed, unseen
+    store.inner._clients.ranges._trust._sessions.clear()  # else it would be resumed, unseen
     with pytest.raises(StoreError, match="certificate was refused"):
         fill(store)
 

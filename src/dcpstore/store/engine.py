@@ -141,6 +141,10 @@ class Answer:
         return f"{said}: {self.text}" if said and self.text else said or self.text
 
 
+class WrongRegionError(ConfigError):
+    """The bucket lies in another region than the one that requests are signed for."""
+
+
 def from_answer(asked: Asked, answer: Answer) -> CheckpointError:
     """Say in our errors what an answer means."""
     refusal = _refusal(asked, answer)
@@ -229,7 +233,7 @@ def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:  # noqa: C
             "Replace nothing there: save under a new name"
         )
     if answer.status in (301, 307) or answer.code in _REGION_CODES:
-        return ConfigError(
+        return WrongRegionError(
             f"{asked} failed: the bucket lies in another region ({answer}). Set "
             "storage_options={'client_kwargs': {'region_name': ...}}"
         )

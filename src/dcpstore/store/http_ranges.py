@@ -19,14 +19,16 @@ import select
 import socket
 import ssl
 import threading
+import urllib.request
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import SplitResult, quote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import HTTPSHandler, getproxies, proxy_bypass
 
 import obstore
 
@@ -45,6 +47,7 @@ _MOST_IDLE = 256
 _LEAST_S = 0.05
 _MOST_DETOURS = 3
 _MOST_TURNS = 4  # a guess: more than two cores have not been measured
+_REGION_S = 10.0
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -395,15 +398,20 @@ class _Trust:
             _Untrusted: If the server does not speak TLS, or its certificate is refused.
             OSError: If the connection broke off.
         """
-        with self._lock:  # the system's certificates take 20 ms to read, and a store may need none
-            self._context = self._context or self._made()
         session = self._sessions.get(url.netloc)
         try:
-            return self._context.wrap_socket(plain, server_hostname=url.hostname, session=session)
+            return self.context.wrap_socket(plain, server_hostname=url.hostname, session=session)
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise
         except ssl.SSLError as error:
             raise _Untrusted(str(error)) from error
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For connections."""
+        with self._lock:  # the system's certificates take 20 ms to read, and a store may need none
+            self._context = self._context or self._made()
+            return self._context
 
     def _made(self) -> ssl.SSLContext:
         context = ssl.create_default_context()
@@ -556,6 +564,25 @@ def _unsigned(
         return Request(urlsplit(f"{base}/{quote(path, safe=_SAFE)}{query}"), headers)
 
     return make
+
+
+def region_of(location: Location, settings: ObstoreSettings) -> str | None:
+    """Ask in which region a bucket of S3 lies; None if the server does not say."""
+    server = _server_of(location, settings.config)
+    is_named = settings.config.get("virtual_hosted_style_request") and "endpoint" in settings.config
+    url = server if is_named else f"{server}/{location.bucket}"
+    trust = _Trust(settings.client_options)
+    opener = urllib.request.build_opener(HTTPSHandler(context=trust.context))
+    request = urllib.request.Request(url, method="HEAD")  # noqa: S310 - a server's, checked
+    try:
+        with opener.open(request, timeout=_REGION_S) as answer:
+            headers = answer.headers
+    except HTTPError as refusal:  # whoever may not read the bucket is told all the same
+        headers = refusal.headers
+    except OSError:
+        return None
+    found = headers.get("x-amz-bucket-region")
+    return None if found is None else str(found)
 
 
 def _server_of(location: Location, config: Mapping[str, Any]) -> str:

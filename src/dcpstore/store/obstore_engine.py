@@ -12,6 +12,7 @@ for, the engine asks in its own way and knows what its errors mean.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -54,13 +55,14 @@ from dcpstore.store.engine import (
     Engine,
     PartStream,
     Publication,
+    WrongRegionError,
     check_length,
     from_answer,
     no_connection,
     trimmed,
     unresolved,
 )
-from dcpstore.store.http_ranges import HttpRanges, open_ranges
+from dcpstore.store.http_ranges import HttpRanges, open_ranges, region_of
 from dcpstore.store.options import ObstoreSettings, translate
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 from dcpstore.text import redact
@@ -68,6 +70,8 @@ from dcpstore.text import redact
 if TYPE_CHECKING:
     from dcpstore.store.fsspec_engine import FsspecStore
     from dcpstore.store.s3fs_engine import S3fsStore
+
+logger = logging.getLogger(__name__)
 
 Purpose = Literal["read", "put", "parts"]
 _CONNECT_S = 10.0
@@ -98,6 +102,15 @@ class ObstoreClients:
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[Purpose, float], Any] = OrderedDict()
         self._memory: MemoryStore | None = None
+        self._region_lock = threading.Lock()
+        self._is_region_known = False
+        self.ranges = self._open_ranges()
+        """What receives ranges without obstore; None where only obstore can ask for them."""
+
+    def _open_ranges(self) -> HttpRanges | None:
+        if not self._location.bucket:  # that is, on no server
+            return None
+        return open_ranges(self._location, self._settings, self._part_policy.timeout_floor_s)
 
     def get(self, purpose: Purpose, timeout_s: float) -> Any:
         """Return the store for a purpose; the one for ``"parts"`` repeats its requests.
@@ -127,6 +140,23 @@ class ObstoreClients:
         """Drop the clients; a later `get` opens new ones. Memory is kept."""
         with self._lock:
             self._open.clear()
+        if self.ranges is not None:
+            self.ranges.close()
+
+    def follow_region(self) -> bool:
+        """Ask, once, in which region the bucket lies, and sign for that; whether it is known."""
+        location, config = self._location, self._settings.config
+        with self._region_lock:
+            if not self._is_region_known and (found := region_of(location, self._settings)):
+                logger.warning(
+                    "%s: the bucket lies in %s, not in %s. Set the region to spare two requests",
+                    *(location.url, found, config["region"]),
+                )
+                config["region"] = found
+                self.close()
+                self.ranges = self._open_ranges()
+                self._is_region_known = True
+            return self._is_region_known
 
     def _refuse_after_fork(self) -> None:
         if not _runtime_pids - {os.getpid()}:
@@ -243,9 +273,6 @@ class ObstoreStore(Engine):
         location, policy = self._location, self._part_policy
         settings = translate(location, self._options)
         self._clients = ObstoreClients(location, settings, policy)
-        self._http: HttpRanges | None = None
-        if location.bucket:  # that is, on a server
-            self._http = open_ranges(location, settings, policy.timeout_floor_s)
         self._copier: S3fsStore | FsspecStore | None = None
 
     @property
@@ -257,7 +284,7 @@ class ObstoreStore(Engine):
             acknowledges_puts=True,
             gathers_parts=True,
             fills_memory=self._location.scheme == "file"
-            or (self._http is not None and self._http.is_of_use),
+            or (self._clients.ranges is not None and self._clients.ranges.is_of_use),
             limits=self._limits,
         )
 
@@ -272,7 +299,7 @@ class ObstoreStore(Engine):
             etag = self._mark(answer.meta)
             return Fetched(memoryview(answer.bytes()), etag)
 
-        return self._ask(Asked("get", key, self.url), call)
+        return self._ask_again_elsewhere(Asked("get", key, self.url), call)
 
     def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
         memory = np.empty(end - start, np.uint8).data
@@ -282,16 +309,17 @@ class ObstoreStore(Engine):
         return self._fetch_by_engine(asked, path, start, end)
 
     def _fetch_by_engine(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
-        return self._ask(
+        return self._ask_again_elsewhere(
             asked,
             lambda: memoryview(obstore.get_range(self._client(), path, start=start, end=end)),
         )
 
     def _receive(self, asked: Asked, path: str, start: int, destination: Destination) -> bool:
         """Receive a range over a connection of our own; False if the engine has to ask."""
-        if self._http is None:
+        ranges = self._clients.ranges
+        if ranges is None:
             return False
-        fetch = partial(self._http.fetch, self._client(), path, asked, start, destination)
+        fetch = partial(ranges.fetch, self._client(), path, asked, start, destination)
         return self._ask(asked, lambda: fetch(self._time.reading_s()))
 
     def fill(self, key: str, start: int, destination: Destination) -> None:
@@ -316,16 +344,18 @@ class ObstoreStore(Engine):
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
         path = self._path(key)
-        meta = self._ask(Asked("head", key, self.url), lambda: obstore.head(self._client(), path))
+        asked = Asked("head", key, self.url)
+        meta = self._ask_again_elsewhere(asked, lambda: obstore.head(self._client(), path))
         return self._info(meta)
 
     def _put(self, asked: Asked, path: str, body: memoryview, mode: PutMode) -> str | None:
-        theirs, store = self._theirs(mode), self._client("put", body.nbytes)
-        body = self._body(body)
-        result = self._ask(
-            asked, lambda: obstore.put(store, path, body, mode=theirs, use_multipart=False)
-        )
-        return self._mark(result)
+        theirs, sent = self._theirs(mode), self._body(body)
+
+        def call() -> Any:
+            store = self._client("put", sent.nbytes)
+            return obstore.put(store, path, sent, mode=theirs, use_multipart=False)
+
+        return self._mark(self._ask_again_elsewhere(asked, call))
 
     def _put_parts(self, asked: Asked, path: str, stream: PartStream) -> str | None:
         source = _Source(stream, self._body, waits=bool(self._location.bucket))
@@ -367,19 +397,20 @@ class ObstoreStore(Engine):
         """Yield every object below the folder ``prefix``."""
         asked = Asked("list", prefix, self.url)
         below = (self._root + prefix).rstrip("/") or None
-        stream = self._ask(asked, lambda: iter(obstore.list(self._client(), prefix=below)))
-        while True:
-            chunk = self._ask(asked, lambda: next(stream, None))
-            if chunk is None:
-                return
+
+        def begin() -> tuple[Any, Any]:
+            stream = iter(obstore.list(self._client(), prefix=below))
+            return stream, next(stream, None)
+
+        stream, chunk = self._ask_again_elsewhere(asked, begin)
+        while chunk is not None:
             for meta in chunk:
                 yield self._info(meta)
+            chunk = self._ask(asked, lambda: next(stream, None))
 
     def close(self) -> None:
         """Drop the clients; a later call opens new ones."""
         self._clients.close()
-        if self._http is not None:
-            self._http.close()
         copier, self._copier = self._copier, None
         if copier is not None:
             copier.close()
@@ -387,7 +418,7 @@ class ObstoreStore(Engine):
     def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
         asked = Asked(f"delete {len(paths)} objects, first", paths[0], self.url)
         try:
-            self._ask(asked, lambda: obstore.delete(self._client(), list(paths)))
+            self._ask_again_elsewhere(asked, lambda: obstore.delete(self._client(), list(paths)))
         except NotFoundError:
             if self._location.scheme == "s3":
                 raise  # S3 knows no missing object here: it is the bucket
@@ -395,6 +426,18 @@ class ObstoreStore(Engine):
                 for path in paths:
                     self._delete([path])
         return ()
+
+    def _ask_again_elsewhere(self, asked: Asked, call: Callable[[], _T]) -> _T:
+        """Ask; once more if the bucket lies in another region. Only what can be asked again.
+
+        An upload in parts cannot: obstore may have taken some of them already.
+        """
+        try:
+            return self._ask(asked, call)
+        except WrongRegionError:
+            if not self._clients.follow_region():
+                raise
+        return self._ask(asked, call)
 
     def _client(self, purpose: Purpose = "read", num_bytes: int = 0) -> Any:
         """Return the client for a request that moves so many bytes.
