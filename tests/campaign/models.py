@@ -242,7 +242,7 @@ class World:
             with suppress(CheckpointError, OSError, _HttpError):
                 act()
             return act()
-        if kind == "cut-answer" and cut is not None and (fault.number % 2 or self.cuts_silently):
+        if kind == "cut-answer" and cut is not None and (fault.looks_whole or self.cuts_silently):
             return cut(act())
         if kind.startswith("late-"):
             after, _, said = kind.removeprefix("late-").partition("-")

@@ -41,7 +41,7 @@ LATE = (
 a proxy says that did not wait for it."""
 OTHER = (
     "twice",  # done twice, as by a proxy; the second answer is given
-    "cut-answer",  # done, and the answer ends early; with an odd number it looks whole
+    "cut-answer",  # done, and the answer ends early; see `Fault.looks_whole`
     "cut-request",  # the body that comes ends early: not done, connection closed
     "stall",  # not done, and no answer until the client gives up
     "stall-did",  # done, and no answer until the client gives up
@@ -121,6 +121,11 @@ class Fault:
     def acts(self) -> bool:
         """Whether the store does what was asked, sooner or later."""
         return self.kind in (*ACTED, *LATE, "twice", "cut-answer", "stall-did", "killed-did")
+
+    @property
+    def looks_whole(self) -> bool:
+        """Whether an answer that is cut says that it ends there, as if all had come."""
+        return (self.number + self.times) % 2 == 1
 
     def fits(self, verb: str) -> bool:
         """Whether it can happen to such a request: what reads cannot act."""
