@@ -45,8 +45,6 @@ class Mutant:
 
 
 _VERBS = ("--verbs", "4000")
-# What was found once, after thousands of schedules of this seed.
-_RARE = ("--wire", "8000", "--seed", "20261122", "--minutes", "40")
 MUTANTS = (
     Mutant(
         "a-refused-look-reads-as-gone",
@@ -92,14 +90,12 @@ MUTANTS = (
         "write/commit.py",
         "            keys_named_in(self._store, now.data, key=self._key)\n        return now.seal",
         "            pass\n        return now.seal",
-        _RARE,
     ),
     Mutant(
         "other-bytes-are-another-object",
         "write/commit.py",
         "now.data == found.data or (found.etag is not None and now.etag in (None, found.etag))",
         "now.data == found.data",
-        _RARE,
     ),
     Mutant(
         "every-store-honours-preconditions",

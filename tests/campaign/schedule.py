@@ -364,10 +364,11 @@ _OTHER_TARGETS = {
     "R": {"look": (3, 1), "get": (4, 4), "any": (3, 5)},
     "P": {"list": (3, 2), "look": (3, 2), "delete": (4, 1), "any": (3, 6)},
 }
-# The put acts or may act, and what would tell is refused: the campaign's own aim.
+# The put acts or may act, and what would tell is refused or wrong: the campaign's own aim.
 _MAY_ACT = (*ACTED, *LATE, "twice", "stall-did", "cut-answer")
 _TIMES = (1, 1, 1, 2, 3)
 _BARRED = {
+    "look": ("absent", "cut-answer"),
     "readback": (*REFUSED, "absent", "cut-answer", "stall"),
     "seal": ("no-403", "no-ExpiredToken", "no-RequestTimeTooSkewed", "no-412", "no-409"),
 }

@@ -127,6 +127,7 @@ _ADVICE = {
     ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthFailure", "InvalidToken"): (
         "the store does not know this key: check key, secret, profile and endpoint"
     ),
+    ("certificate was refused",): "correct the certificates, here or on the server",
 }
 
 

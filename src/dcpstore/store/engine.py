@@ -65,6 +65,8 @@ _THROTTLE_CODES = frozenset(
     | {"ServerBusy", "ServiceUnavailable", "RequestThrottled", "BandwidthLimitExceeded"}
 )
 _EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
+# rustls's words, and those of Python's ssl.
+_OTHER_NAME = re.compile(r"NotValidForName|mismatch|doesn't match")
 _REGION_CODES = frozenset(
     {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed"}
     | {"IllegalLocationConstraintException"}
@@ -197,11 +199,16 @@ def _refusal(asked: Asked, answer: Answer) -> CheckpointError | None:  # noqa: C
             "or the environment's own",
         )
     if answer.untrusted:
-        return StoreError(
-            f"{asked} failed: the server's certificate was refused ({answer}). Give that of its "
-            "authority: on S3, storage_options={'client_kwargs': {'verify': 'ca.pem'}}",
-            key=asked.key,
+        advice = (
+            "Give that of its authority: on S3,"
+            " storage_options={'client_kwargs': {'verify': 'ca.pem'}}"
         )
+        if _OTHER_NAME.search(answer.text):
+            advice = "It is for another name: write that one in endpoint_url"
+        elif "expired" in answer.text.lower():
+            advice = "The server needs a new one, or the clock here is wrong"
+        message = f"{asked} failed: the server's certificate was refused ({answer}). {advice}"
+        return StoreError(message, key=asked.key)
     if answer.speaks is not None:
         what = "does not speak TLS" if answer.speaks == "http" else "wants TLS"
         return ConfigError(

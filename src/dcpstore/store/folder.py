@@ -5,10 +5,12 @@ URLs are taken apart, checked, and shown without secrets.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 from fsspec.registry import known_implementations, registry
@@ -19,6 +21,8 @@ from dcpstore.store.base import Location, Store
 from dcpstore.store.options import NotHonoured, check_connection
 from dcpstore.store.retry import AdaptiveLimiter, RetryingStore, RetryPolicy
 from dcpstore.text import redact
+
+logger = logging.getLogger(__name__)
 
 _ALIASES = {
     "s3": "s3",
@@ -192,9 +196,17 @@ def _open_either(location: Location, options: dict[str, Any], policy: RetryPolic
         return _open_obstore(location, options, policy)
     except NotHonoured as refusal:
         try:
-            return _open_fsspec(location, options, policy)
+            store = _open_fsspec(location, options, policy)
         except ConfigError as error:
             raise ConfigError(f"{error.message} (obstore: {refusal})") from error
+        _say_that_it_is_slower(location.scheme, str(refusal))
+        return store
+
+
+@cache
+def _say_that_it_is_slower(scheme: str, why: str) -> None:
+    """Log it once per process: every save and every load opens a store."""
+    logger.warning("the fsspec engine serves %s://, at several times the cost: %s", scheme, why)
 
 
 def _is_json_emulator(location: Location, options: dict[str, Any]) -> bool:

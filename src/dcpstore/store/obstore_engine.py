@@ -562,6 +562,7 @@ _REFUSED = re.compile(r"kind: (ConnectionRefused|HostUnreachable|NetworkUnreacha
 _UNRESOLVED = re.compile(r'"dns error".{0,200}?error: "([^"]*)"', re.DOTALL)
 _BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*((?:\w+[\s(]*)+)")
 _NO_TLS = re.compile(r"InvalidMessage\(\s*InvalidContentType")
+_CLOSED = re.compile(r"IncompleteMessage|kind: (?:ConnectionReset|BrokenPipe|UnexpectedEof)")
 # What servers answer on a port for https: nginx, Go's (MinIO), Apache.
 _WANTS_TLS = re.compile(
     r"HTTP request (?:was sent )?to (?:an )?HTTPS|plain HTTP to an SSL", re.IGNORECASE
@@ -636,6 +637,8 @@ def _with_obstore_reason(answer: Answer, debug: str) -> Answer:
         return replace(answer, text="no answer in time")
     if _NO_TLS.search(debug):
         return replace(answer, text="it answered something else", speaks="http")
+    if _CLOSED.search(debug):
+        return replace(answer, text="the connection was closed without an answer", unreachable=True)
     return replace(answer, unreachable=True)
 
 

@@ -504,13 +504,12 @@ class RetryingStore(WrappedStore):
         self._note_answer()
         return answer
 
-    def _warn(self, error: StoreError, spent_s: float) -> None:
+    def _warn(self, error: StoreError, left_s: float) -> None:
         """Tell of a failure that is followed by another try; of many, now and again of one."""
         now_s = self._clock()
         if self._told_s is None or now_s - self._told_s >= _QUIET_S:
             self._told_s = now_s
-            until_s = self._policy.total_deadline_s
-            logger.warning("%s; trying again for up to %.0f s", error.message, until_s - spent_s)
+            logger.warning("%s; trying again for up to %.0f s", error.message, left_s)
 
     def _note_answer(self) -> None:
         if not self._has_answered:
@@ -543,7 +542,7 @@ def call_with_retries(
         place: Held during each try. The wait for the first one is not part of the deadline.
         only_if_throttled: Repeat after no other error, however retryable.
         has_answered: Whether the server is known to be one.
-        warn: Told of each failure that another try follows, and how long the tries took so far.
+        warn: Told of each failure that another try follows, and how many seconds are left.
         clock: Monotonic seconds.
         sleep: Called between attempts.
         rng: Source of the jitter.
@@ -581,7 +580,7 @@ def call_with_retries(
                 hint = _CHECK_ADDRESS if is_unknown else ""
                 raise _given_up(error, said, num_failures, spent_s, hint) from error
             said[_sort_of(error)] = error.message
-            warn(error, spent_s)
+            warn(error, most_s - spent_s)
         sleep(delay_s)
 
 
