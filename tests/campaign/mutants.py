@@ -176,8 +176,9 @@ def _check(mutant: Mutant | None, seed: int, workers: int) -> tuple[str, bool, s
     if mutant is None:
         return name, found.returncode == 0, f"nothing, {seconds:.0f} s"
     lines = [line for line in found.stdout.splitlines() if line.startswith("FINDING")]
-    said = lines[0].partition(": ")[2] if lines else "not found"
-    return name, found.returncode == 1, f"{seconds:.0f} s, `{said}`"
+    if not lines:  # an exit status of 1 may also be a traceback
+        return name, False, f"{seconds:.0f} s, nothing found: {found.stderr[-500:]}"
+    return name, True, f"{seconds:.0f} s, `{lines[0].partition(': ')[2]}`"
 
 
 def apply(mutant: Mutant, source: Path) -> None:
