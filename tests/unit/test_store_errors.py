@@ -18,6 +18,7 @@ from dcpstore.store.base import IfMatch
 from dcpstore.store.engine import (
     Answer,
     Asked,
+    WrongRegionError,
     from_answer,
     from_transport,
 )
@@ -72,7 +73,7 @@ def test_answers_become_flags(answer, expected):
         (IfMatch("x"), Answer(404, "NoSuchBucket"), NotFoundError),
         (IfMatch("x"), Answer(501), ConfigError),
         (IfMatch("x"), Answer(503), StoreError),
-        ("overwrite", Answer(301), ConfigError),
+        ("overwrite", Answer(301), WrongRegionError),
     ],
 )
 def test_answers_become_kinds(mode, answer, kind):
