@@ -6,7 +6,7 @@ asked for by a URL that the engine signs, or with a token in a header; see `open
 
 Python takes its lock again after every record of TLS (16 KiB), and threads that wait for the lock
 make that dear. So only a few threads receive at a time, each whatever has come for it; all others
-wait for their connections, without the lock. `_Connection._receive` is all of it.
+wait for a batch of their connections', without the lock. `_Connection._receive` is all of it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ _LEAST_S = 0.05
 _MOST_DETOURS = 3
 _MOST_TURNS = 4  # a guess: more than two cores have not been measured
 _REGION_S = 10.0
+_BATCH_BYTES = 256 << 10
+_MOST_HELD_BYTES = 64 << 10  # of the body, but in OpenSSL's hands: a part of one record
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -263,6 +265,7 @@ class _Connection:
             raise
         self._poll = select.poll()
         self._pause_s = self._until_s = 0.0
+        self._wakes_for = 1
         self._rest = memoryview(b"")  # bytes of the body that came with the head
 
     def limit(self, pause_s: float, until_s: float) -> None:
@@ -296,23 +299,31 @@ class _Connection:
         while (end := received.find(b"\r\n\r\n")) < 0:
             if len(received) >= _HEAD_BYTES:
                 raise NoAnswer("the head of the answer is too long")
-            received += buffer[: self._receive(buffer, most=1)]
+            received += buffer[: self._receive(buffer, 0, most=1)]
         self._rest = memoryview(bytes(received[end + 4 :]))
         return bytes(received[:end])
 
     def receive(self, pieces: Sequence[memoryview]) -> None:
         """Receive a body into its pieces."""
+        left_bytes = sum(map(len, pieces))
         for piece in pieces:
             at = min(len(self._rest), len(piece))
             piece[:at] = self._rest[:at]
             self._rest = self._rest[at:]
             if at < len(piece):
-                self._receive(piece[at:])
+                self._receive(piece[at:], left_bytes - at)
+            left_bytes -= len(piece)
         if self._rest:
             raise NoAnswer("more came than was asked for")
 
-    def _receive(self, memory: memoryview, most: int | None = None) -> int:
-        """Fill memory, or receive at most so many times; return how many bytes came."""
+    def _receive(self, memory: memoryview, left_bytes: int, most: int | None = None) -> int:
+        """Fill memory, or receive at most so many times; return how many bytes came.
+
+        Args:
+            memory: To be filled.
+            left_bytes: That the server will send for certain, memory's among them.
+            most: Records.
+        """
         at = num_received = 0
         receive_into = self.socket.recv_into
         while True:
@@ -331,19 +342,31 @@ class _Connection:
                     events = select.POLLOUT
             if at == len(memory) or num_received == most:
                 return at
-            self._wait(events)
+            self._wait(events, left_bytes - at)
 
-    def _wait(self, events: int) -> None:
-        """Wait for the server.
+    def _wait(self, events: int, left_bytes: int) -> None:
+        """Wait for the server, if it has much to send for a batch of it.
 
         Raises:
             TimeoutError: If it is silent for too long, or the time of the answer is over.
         """
         left_s = max(0.0, self._until_s - monotonic())
         self._poll.register(self.socket, events)
-        if not self._poll.poll(1000 * min(self._pause_s, left_s)):
-            is_late = left_s < self._pause_s
-            raise TimeoutError("the answer took too long" if is_late else "timed out")
+        self._wake_for(min(_BATCH_BYTES, left_bytes - _MOST_HELD_BYTES))
+        if self._poll.poll(1000 * min(self._pause_s, left_s)):
+            return
+        if left_s < self._pause_s:
+            raise TimeoutError("the answer took too long")
+        self._wake_for(1)  # a slow server may have sent less than a batch
+        if not self._poll.poll(0):
+            raise TimeoutError("timed out")
+
+    def _wake_for(self, num_bytes: int) -> None:
+        """Let `poll` wake up when that much has come; for whatever comes if it is little."""
+        num_bytes = max(1, num_bytes)
+        if num_bytes != self._wakes_for:
+            self._wakes_for = num_bytes
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def skip(self, num_bytes: int | None) -> None:
         """Read a short body, so that the connection can be used again; break off a long one."""
