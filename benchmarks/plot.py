@@ -15,6 +15,7 @@ __all__ = ["page", "plot"]
 _COLOURS = {
     "stock": "#9aa0a6",
     "stock-8": "#5f6368",
+    "stock-hf": "#bdc1c6",
     "s3torch": "#f29900",
     "s3torch-4": "#f29900",
     "msc": "#76b900",
@@ -22,9 +23,13 @@ _COLOURS = {
     "ours": "#1a73e8",
     "ours-fsspec": "#8ab4f8",
     "ours-once": "#c6dafc",
+    "ours-8": "#aecbfa",
+    "ours-128": "#669df6",
     "ours-shared": "#174ea6",
     "bare": "#202124",
     "bare-crc": "#3c4043",
+    "floor-8": "#80868b",
+    "floor-32": "#5f6368",
 }
 _LEFT, _WIDTH, _RIGHT = 190, 560, 90
 _BAR, _GAP, _TOP = 11, 12, 64

@@ -6,7 +6,7 @@ asked for by a URL that the engine signs, or with a token in a header; see `open
 
 Python takes its lock again after every record of TLS (16 KiB), and threads that wait for the lock
 make that dear. So only a few threads receive at a time, each whatever has come for it; all others
-wait for a batch of their connections', without the lock. `_Connection._receive` is all of it.
+wait without it, each until a batch has come for its connection. `_Connection._receive` is all of it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from time import monotonic
 from typing import Any
 from urllib.error import HTTPError
@@ -73,7 +74,7 @@ class HttpRanges:
         self._connect_timeout_s = _seconds(given["connect_timeout"])
         self._read_timeout_s = _seconds(given["read_timeout"])
         self._requests = requests
-        self._trust = _Trust(client_options)
+        self._trust = _trust_of(client_options)
         self._turns = threading.BoundedSemaphore(min(_MOST_TURNS, max(1, _num_cores() // 2)))
         self._num_detours = 0
         self._lock = threading.Lock()
@@ -400,16 +401,29 @@ class _Untrusted(Exception):
     """A connection is there, but TLS did not come about on it."""
 
 
+def _trust_of(client_options: Mapping[str, Any]) -> _Trust:
+    """Return what obstore's options trust, with the sessions of all stores that trust the same."""
+    more = bytes(client_options.get("root_certificate") or b"")
+    system = tuple(os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"))
+    return _kept_trust(more, not client_options.get("allow_invalid_certificates"), system)
+
+
+@lru_cache(maxsize=16)
+def _kept_trust(more: bytes, verifies: bool, _system: tuple[str | None, ...]) -> _Trust:
+    return _Trust(more, verifies=verifies)
+
+
 class _Trust:
-    """Makes connections secure, with the trust that obstore has, and resumes sessions.
+    """Makes connections secure, and resumes sessions.
 
     Args:
-        client_options: obstore's.
+        more: Certificates to trust besides the system's, in PEM.
+        verifies: Whether to check certificates and names.
     """
 
-    def __init__(self, client_options: Mapping[str, Any]) -> None:
-        self._more = bytes(client_options.get("root_certificate") or b"")
-        self._verifies = not client_options.get("allow_invalid_certificates")
+    def __init__(self, more: bytes, *, verifies: bool) -> None:
+        self._more = more
+        self._verifies = verifies
         self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
         self._sessions: dict[str, ssl.SSLSession] = {}
@@ -432,7 +446,7 @@ class _Trust:
     @property
     def context(self) -> ssl.SSLContext:
         """For connections."""
-        with self._lock:  # the system's certificates take 20 ms to read, and a store may need none
+        with self._lock:  # the system's certificates take 20 ms to read
             self._context = self._context or self._made()
             return self._context
 
@@ -594,7 +608,7 @@ def region_of(location: Location, settings: ObstoreSettings) -> str | None:
     server = _server_of(location, settings.config)
     is_named = settings.config.get("virtual_hosted_style_request") and "endpoint" in settings.config
     url = server if is_named else f"{server}/{location.bucket}"
-    trust = _Trust(settings.client_options)
+    trust = _trust_of(settings.client_options)
     opener = urllib.request.build_opener(HTTPSHandler(context=trust.context))
     request = urllib.request.Request(url, method="HEAD")  # noqa: S310 - a server's, checked
     try:
