@@ -79,6 +79,8 @@ def render(results: dict[str, Any], plain: dict[str, Any] | None = None) -> str:
         lines += ["", *targets(results["rows"])]
     for row in results["rows"]:
         lines += ["", *_table(row)]
+    if plain:
+        lines += ["", "### All rows over plain HTTP", "", *_summary(plain["rows"], {})]
     return "\n".join(lines) + "\n"
 
 
