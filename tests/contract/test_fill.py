@@ -281,6 +281,19 @@ def test_a_body_that_stops_is_a_failure_worth_another_try_and_gives_no_secret_aw
         assert SIGNED not in f"{caught.value} {caught.value.__cause__!r}"
 
 
+def test_a_server_that_sends_less_than_a_batch_at_a_time_is_waited_for(serve) -> None:
+    def slowly(link: socket.socket, start: int, end: int) -> bool:
+        send(link, start, end, num_bytes=0)
+        for at in range(start, end, 50_000):
+            link.sendall(DATA[at : min(at + 50_000, end)])
+            threading.Event().wait(0.35)  # the pause that is allowed is 0.5 s
+        return True
+
+    server, store = serve(slowly)
+    assert fill(store, "a", 0, 199_999, 1) == DATA[:200_000]
+    assert server.num_signed == 1
+
+
 def test_memory_that_was_taken_back_is_not_written_any_more(serve) -> None:
     sent, go_on = threading.Event(), threading.Event()
 

@@ -6,7 +6,8 @@ asked for by a URL that the engine signs, or with a token in a header; see `open
 
 Python takes its lock again after every record of TLS (16 KiB), and threads that wait for the lock
 make that dear. So only a few threads receive at a time, each whatever has come for it; all others
-wait without it, each until a batch has come for its connection. `_Connection._receive` is all of it.
+wait without it, each until a batch has come for its connection. `_Connection._receive` is all of
+it.
 """
 
 from __future__ import annotations
