@@ -434,10 +434,15 @@ class ObstoreStore(Engine):
         """
         try:
             return self._ask(asked, call)
-        except WrongRegionError:
+        except WrongRegionError as error:
             if not self._clients.follow_region():
                 raise
-        return self._ask(asked, call)
+            was_refused = error.refused
+        try:
+            return self._ask(asked, call)
+        except CheckpointError as error:
+            error.refused = error.refused and was_refused  # what holds for both attempts
+            raise
 
     def _client(self, purpose: Purpose = "read", num_bytes: int = 0) -> Any:
         """Return the client for a request that moves so many bytes.
