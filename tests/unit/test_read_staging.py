@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -142,3 +144,23 @@ def test_a_slab_is_used_again_only_when_its_copies_are_done(
 def test_an_answer_that_is_damaged_once_is_fetched_again(url: str) -> None:
     flip = StoreFault("flip", verb="get_range", bit=8000, times=1)
     assert is_right(load(url, lambda inner: FaultyStore(inner, [flip])))
+
+
+def test_a_load_that_is_over_is_freed_without_the_collector(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer may turn the collector off; each load would keep its metadata and items."""
+    jobs: list[weakref.ref[pump.ReadJob]] = []
+    enter = pump.ReadJob.__enter__
+
+    def entered(job: pump.ReadJob) -> pump.ReadJob:
+        jobs.append(weakref.ref(job))
+        return enter(job)
+
+    monkeypatch.setattr(pump.ReadJob, "__enter__", entered)
+    gc.disable()
+    try:
+        assert is_right(load(url))
+        assert [job() for job in jobs] == [None]
+    finally:
+        gc.enable()

@@ -117,6 +117,7 @@ def info_of(dtype: torch.dtype) -> DtypeInfo:
     return DTYPES[name]
 
 
+@cache
 def is_plain_dtype(dtype: torch.dtype) -> bool:
     """Whether raw bytes of a strided tensor of this dtype can be saved and loaded."""
     row = DTYPES.get(dtype_name(dtype))

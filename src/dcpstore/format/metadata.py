@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import add
 from typing import Any
 
@@ -80,6 +80,7 @@ def metadata_from_manifest(manifest: Manifest) -> Metadata:
     Raises:
         IncompatibleError: If this torch lacks a dtype, layout or memory format that is named.
     """
+    size_of = cache(torch.Size)  # scalars and layers share their shapes
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     storage: dict[MetadataIndex, StoredItem] = {}
     for one, item in manifest.items.items():
@@ -87,14 +88,14 @@ def metadata_from_manifest(manifest: Manifest) -> Metadata:
         if one.offsets is not None:
             known = chunks.setdefault(one.fqn, [])
             hint = len(known)
-            known.append(ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(item.sizes)))
+            known.append(ChunkStorageMetadata(size_of(one.offsets), size_of(item.sizes)))
         storage[MetadataIndex(one.fqn, one.offsets, hint)] = item
     state_dict_metadata: dict[str, Any] = {}
     for entry in manifest.entries:
         if entry.properties is not None:
             state_dict_metadata[entry.fqn] = TensorStorageMetadata(
                 TensorProperties(**_property_fields(entry.properties)),
-                torch.Size(entry.sizes),
+                size_of(entry.sizes),
                 chunks.get(entry.fqn, []),
             )
         elif entry.in_state_dict:

@@ -276,10 +276,11 @@ class ReadJob:
         self._landings = FlightWindow(MOST_LANDING_BYTES)
         # What lands takes little memory: this bounds what is asked for at a time.
         self._flight = ByteBudget(config.max_requests * MOST_LANDING_BYTES, self._landings)
-        self._streams = CopyStreams()
+        self._streams = streams = CopyStreams()
+        slab_bytes = self._request_bytes  # not of `self`, which the slabs would keep alive
         self._slabs = Slabs(
-            max(1, min(config.max_requests, in_flight_bytes // self._request_bytes)),
-            lambda: Slab.make(self._request_bytes, pin=self._streams.are_used),
+            max(1, min(config.max_requests, in_flight_bytes // slab_bytes)),
+            lambda: Slab.make(slab_bytes, pin=streams.are_used),
             self._pump.is_stopped,
         )
         self.pieces: dict[str, list[Piece]] = {}

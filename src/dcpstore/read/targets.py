@@ -202,7 +202,7 @@ def _mismatch(target: Target, metadata: Metadata, casts: str) -> str | None:
         return f"{target.fqn!r}: the target is on the meta device; give it memory before loading"
     if is_plain(tensor) and is_freed(tensor):
         return f"{target.fqn!r}: the target's memory was freed: its storage is empty"
-    if tuple(tensor.shape) != tuple(lengths):
+    if tensor.shape != tuple(lengths):
         return (
             f"{target.fqn!r}: the plan reads shape {tuple(lengths)} and the target has shape"
             f" {tuple(tensor.shape)}"
