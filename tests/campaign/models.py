@@ -379,7 +379,8 @@ class ModelStore:
         """Look at an object's length, and fetch its end."""
         found = self.head(key)
         start = max(0, found.size_bytes - num_bytes)
-        return Tail(self.get_range(key, start, found.size_bytes), found.size_bytes, found.etag)
+        data = self.get_range(key, start, found.size_bytes)
+        return Tail(data, found.size_bytes, found.etag, found.modified)
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""

@@ -330,11 +330,13 @@ class Tail:
         data: Its last bytes, read-only to the caller; all of them where it is short.
         size_bytes: Length of the whole object.
         etag: The store's version mark.
+        modified: Time of the last put, timezone-aware; None where unknown.
     """
 
     data: memoryview
     size_bytes: int
     etag: str | None = None
+    modified: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,7 +333,8 @@ class ObstoreStore(Engine):
         def call() -> Tail:
             answer = obstore.get(self._client(), path, options={"range": {"suffix": num_bytes}})
             data = memoryview(answer.bytes())
-            return Tail(data, answer.meta["size"], self._mark(answer.meta))
+            found = self._info(answer.meta)
+            return Tail(data, found.size_bytes, found.etag, found.modified)
 
         try:
             return checked_tail(asked, num_bytes, self._ask_again_elsewhere(asked, call))

@@ -223,7 +223,8 @@ class S3fsStore(Engine):
             return super().get_tail(key, num_bytes)  # an empty object has no end: 416
         size = str(answer.get("ContentRange", "")).rpartition("/")[2]
         size_bytes = int(size) if size.isdecimal() else len(data)
-        return checked_tail(asked, num_bytes, Tail(data, size_bytes, answer.get("ETag") or None))
+        etag, modified = answer.get("ETag") or None, answer.get("LastModified")
+        return checked_tail(asked, num_bytes, Tail(data, size_bytes, etag, modified))
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
