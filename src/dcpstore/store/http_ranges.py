@@ -184,8 +184,9 @@ class HttpRanges:
 
     def _keep(self, request: Request, connection: _Connection, answer: _Answer) -> None:
         if connection.is_open and answer.may_be_kept:
+            if not connection.was_kept:  # it takes a copy of the certificates
+                self._trust.remember(request.url, connection)
             connection.was_kept = True
-            self._trust.remember(request.url, connection)
             with self._lock:
                 idle = self._idle.setdefault(request.place, [])
                 if len(idle) < _MOST_IDLE:
@@ -333,7 +334,8 @@ class _Connection:
             with self._turns:
                 try:
                     while at < len(memory) and num_received != most:
-                        count = receive_into(memory[at:])
+                        # With the length, or a secure one makes a view to ask for it.
+                        count = receive_into(memory[at:], len(memory) - at)
                         if not count:
                             raise NoAnswer("the connection was closed before the answer ended")
                         at += count
