@@ -1,0 +1,1 @@
+"""The training loop's side: saves in the background, and which checkpoints of a run to keep."""
