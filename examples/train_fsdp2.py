@@ -1,6 +1,6 @@
 """Train with FSDP2; save to a bucket in the background; resume on any number of ranks.
 
-    torchrun --nproc-per-node 2 examples/train_fsdp2.py s3://bucket/run --steps 1000
+torchrun --nproc-per-node 2 examples/train_fsdp2.py s3://bucket/run --steps 1000
 """
 
 import argparse

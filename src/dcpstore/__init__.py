@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.errors import (
+    AbandonedError,
     AlreadyExistsError,
     CheckpointError,
     CommitUnknownError,
@@ -32,6 +33,8 @@ from dcpstore.errors import (
 
 if TYPE_CHECKING:
     from dcpstore.loading import load
+    from dcpstore.manager.background import AsyncSave, async_save
+    from dcpstore.manager.staging import Stager
     from dcpstore.optimizer import (
         load_sharded_optimizer_state_dict,
         optimizer_state,
@@ -48,7 +51,9 @@ if TYPE_CHECKING:
     from dcpstore.write.writer import ObjectStoreWriter
 
 __all__ = [
+    "AbandonedError",
     "AlreadyExistsError",
+    "AsyncSave",
     "BroadcastingTorchSaveReader",
     "Checkpoint",
     "CheckpointError",
@@ -68,7 +73,9 @@ __all__ = [
     "SavePlanner",
     "SaveResult",
     "StoreError",
+    "Stager",
     "WriteConfig",
+    "async_save",
     "load",
     "load_sharded_optimizer_state_dict",
     "optimizer_state",
@@ -82,6 +89,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
+    "AsyncSave": "dcpstore.manager.background",
     "BroadcastingTorchSaveReader": "dcpstore.read.torch_save",
     "DynamicMetaLoadPlanner": "dcpstore.plan.load",
     "Checkpoint": "dcpstore.read.checkpoint",
@@ -91,6 +99,8 @@ _LAZY = {
     "ObjectStoreWriter": "dcpstore.write.writer",
     "SavePlanner": "dcpstore.plan",
     "SaveResult": "dcpstore.report",
+    "Stager": "dcpstore.manager.staging",
+    "async_save": "dcpstore.manager.background",
     "load": "dcpstore.loading",
     "load_sharded_optimizer_state_dict": "dcpstore.optimizer",
     "optimizer_state": "dcpstore.optimizer",

@@ -376,7 +376,9 @@ class CheckpointManager:
         """
         policy = next((one for one in self._keep if isinstance(one, Best)), None)
         if policy is None:
-            raise ConfigError("the best step is that of a policy: give keep=[Best(1, 'val_loss', 'min')]")
+            raise ConfigError(
+                "the best step is that of a policy: give keep=[Best(1, 'val_loss', 'min')]"
+            )
         best = policy.ranked(self._run.facts())
         return None if not best else self._run.look(best[0].folder)
 
@@ -462,7 +464,9 @@ class CheckpointManager:
             flight = self._flight
             if self._when_busy == "replace":
                 flight.is_given_up = flight.handle.cancel()
-            elif steps.broadcast(self._group, "is a save under way", lambda: not flight.handle.done()):
+            elif steps.broadcast(
+                self._group, "is a save under way", lambda: not flight.handle.done()
+            ):
                 self._events.send("skipped", step, self._run.url_of(step))
                 return None
         self._land()

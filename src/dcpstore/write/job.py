@@ -35,6 +35,7 @@ from dcpstore.report import Meter
 from dcpstore.store.base import ByteRange, Store
 from dcpstore.text import collector_paused
 from dcpstore.torch_private import refused_globals
+from dcpstore.write.cutoff import Cutoff
 from dcpstore.write.source import ByteSource
 from dcpstore.write.upload import ObjectStream, Uploads
 
@@ -156,6 +157,7 @@ class WriteJob:
         planner: Resolves items to data; called in the calling thread only.
         save_id: Part of every key.
         meter: Counts the bytes handed to the store; None where nobody watches.
+        cutoff: Ends it early; None for never.
     """
 
     def __init__(
@@ -166,8 +168,10 @@ class WriteJob:
         planner: SavePlanner,
         save_id: str,
         meter: Meter | None = None,
+        cutoff: Cutoff | None = None,
     ) -> None:
         self._store = store
+        self._cutoff = cutoff
         self._config = config
         self._extensions = extensions
         self._planner = planner
@@ -205,6 +209,7 @@ class WriteJob:
             pin=torch.cuda.is_available(),
             meter=self._meter,
             lends=getattr(self._planner, "keeps_tensors", True),
+            cutoff=self._cutoff,
         )
         if self._meter is not None:
             self._meter.expect(sum(sizes))

@@ -66,6 +66,7 @@ from dcpstore.write.commit import (
     prove_superseded,
     sweep,
 )
+from dcpstore.write.cutoff import Cutoff
 from dcpstore.write.job import WriteJob, WriteStats, Written
 
 
@@ -146,6 +147,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
 
     _pickled = ("_config", "_folder", "_overwrite", "_extensions", "_sleep", "_clock", "_attached")
     _meter: Meter | None = None
+    _cutoff: Cutoff | None = None
 
     def __init__(
         self,
@@ -186,9 +188,10 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self.last_write: WriteStats | None = None
         """What the last `write_data` of this rank did; None before it."""
 
-    def watch(self, meter: Meter | None) -> None:
-        """Tell a meter of the bytes of coming saves; None for nobody."""
+    def watch(self, meter: Meter | None, cutoff: Cutoff | None = None) -> None:
+        """Tell a meter of the bytes of coming saves, and end them early at a cutoff; or neither."""
         self._meter = meter
+        self._cutoff = cutoff
 
     def attach(
         self,
@@ -297,7 +300,9 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self.await_probe()
         store = self._folder.open()
         rank = plan.storage_data.rank if isinstance(plan.storage_data, _RankNumber) else None
-        job = WriteJob(store, self._config, self._extensions, planner, self._save_id, self._meter)
+        settings = (self._config, self._extensions)
+        watched = (self._meter, self._cutoff)
+        job = WriteJob(store, *settings, planner, self._save_id, *watched)
         rank = self._rank if rank is None else rank
         given = self._sealing
         try:
