@@ -16,8 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from dcpstore.config import WriteConfig
 from dcpstore.errors import AbandonedError
 from dcpstore.manager.staging import Frozen, Stager, Staging
+from dcpstore.ranks import RankGroup
 from dcpstore.ranks.agreement import Ranks, join_ranks
 from dcpstore.report import ProgressCallback, SaveResult
 from dcpstore.saving import save
@@ -103,22 +103,11 @@ def async_save(
         AbandonedError: If the deadline passed before the stager was free.
         ConfigError: If the arguments do not fit together.
     """
-    cutoff = Cutoff(total_deadline_s)
-    stager = Stager() if stager is None else stager
-    place = getattr(storage_writer, "checkpoint_id", "") if url is None else os.fspath(url)
-    joining = join_ranks(process_group, coordinator_rank, deadline_s, action="async save", url=url)
-    with ExitStack() as held:
-        group = held.enter_context(joining)
-        left_s = cutoff.left_s()
-        if not stager.in_use.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
-            raise AbandonedError(cutoff.lateness)
-        held.callback(stager.in_use.release)
-        staging = stager.begin(state_dict, frozen)
-        if wait_staged:
-            staging.finish()
-        work = partial(
-            save,
-            url=url,
+
+    def work(group: RankGroup, state: dict[str, Any], cutoff: Cutoff) -> SaveResult:
+        return save(
+            state,
+            url,
             planner=planner,
             process_group=group,
             storage_options=storage_options,
@@ -131,11 +120,52 @@ def async_save(
             metrics=metrics,
             user_metadata=user_metadata,
         )
-        handle = AsyncSave(redact(str(place)), cutoff)
-        handle.start(staging, work, held.pop_all())
+
+    place = getattr(storage_writer, "checkpoint_id", "") if url is None else os.fspath(url)
+    joining = join_ranks(process_group, coordinator_rank, deadline_s, action="async save", url=url)
+    stager = Stager() if stager is None else stager
+    cutoff = Cutoff(total_deadline_s)
+    return begin(state_dict, work, str(place), joining, cutoff, stager, frozen, waits=wait_staged)
+
+
+def begin(
+    state_dict: Mapping[str, Any],
+    work: Work,
+    place: str,
+    joining: AbstractContextManager[RankGroup],
+    cutoff: Cutoff,
+    stager: Stager,
+    frozen: Frozen = (),
+    *,
+    waits: bool = True,
+) -> AsyncSave:
+    """Copy a state dict, and work on the copy in a thread of its own; see `async_save`.
+
+    Args:
+        state_dict: To be copied.
+        work: Given the ranks, the copy and the cutoff; saves it, and returns what it did.
+        place: Where to, for messages.
+        joining: Opens the group of ranks, which is left when the work is done.
+        cutoff: Of the save.
+        stager: Makes the copy.
+        frozen: What need not be copied.
+        waits: Whether to return only when the copy is made.
+    """
+    with ExitStack() as held:
+        group = held.enter_context(joining)
+        left_s = cutoff.left_s()
+        if not stager.in_use.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
+            raise AbandonedError(cutoff.lateness)
+        held.callback(stager.in_use.release)
+        staging = stager.begin(state_dict, frozen)
+        if waits:
+            staging.finish()
+        handle = AsyncSave(redact(place), cutoff)
+        handle.start(staging, lambda state: work(group, state, cutoff), held.pop_all())
     return handle
 
 
+Work: TypeAlias = "Callable[[RankGroup, dict[str, Any], Cutoff], SaveResult]"
 _Save: TypeAlias = "Callable[[dict[str, Any]], SaveResult]"
 
 

@@ -24,16 +24,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import Self
 
 from dcpstore.config import ReadConfig, WriteConfig
 from dcpstore.errors import (
+    AbandonedError,
     CheckpointError,
     ConfigError,
     CorruptError,
@@ -41,23 +44,31 @@ from dcpstore.errors import (
     RankFailures,
 )
 from dcpstore.loading import load
-from dcpstore.manager.agreement import StepAgreement
-from dcpstore.manager.background import AsyncSave, async_save
-from dcpstore.manager.events import Event, Events
-from dcpstore.manager.policies import KeepPolicy, Moment, OnPreemption, SavePolicy, decide
+from dcpstore.manager.agreement import Decision, open_agreement
+from dcpstore.manager.background import AsyncSave, begin
+from dcpstore.manager.events import Event, Events, Listener
+from dcpstore.manager.policies import Best, KeepPolicy, Moment, OnPreemption, SavePolicy
 from dcpstore.manager.preemption import Preemption
-from dcpstore.manager.retention import retire
+from dcpstore.manager.retention import plan, retire
 from dcpstore.manager.run import Run, SealedStep
-from dcpstore.manager.staging import Stager
+from dcpstore.manager.staging import Frozen, Stager
 from dcpstore.plan import LoadPlanner, SavePlanner
 from dcpstore.plan.rules import Strictness
-from dcpstore.ranks import open_group, steps
+from dcpstore.ranks import RankGroup, open_group, steps
+from dcpstore.ranks.agreement import join_ranks
 from dcpstore.read.attachments import read_attachment
+from dcpstore.read.reader import ObjectStoreReader
 from dcpstore.report import SaveResult
+from dcpstore.saving import save
+from dcpstore.store import open_store
 from dcpstore.store.base import Store
+from dcpstore.write.attached import Attachment
+from dcpstore.write.cutoff import Cutoff
 from dcpstore.write.writer import ObjectStoreWriter
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 State: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
 """What to save: a state dict as `dcpstore.save` takes it, or what makes one if a save is due."""
@@ -77,7 +88,8 @@ class _RunWriter(ObjectStoreWriter):
         super().__init__(url, overwrite=True, **options)
         self._renew = renew
 
-    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Renew the claim, then seal."""
         try:
             self._renew()
         except BaseException:
@@ -88,10 +100,20 @@ class _RunWriter(ObjectStoreWriter):
 
 @dataclass(slots=True)
 class _Flight:
-    """A save in the background."""
+    """A save under way.
+
+    Attributes:
+        step: Its step.
+        url: Where it goes to.
+        began_s: When it began, by the manager's clock.
+        handle: What it is waited for by; None for a moment.
+        is_given_up: Whether this job cancelled it, so that its failure is no news.
+    """
 
     step: int
-    handle: AsyncSave
+    url: str
+    began_s: float
+    handle: AsyncSave | None = None
     is_given_up: bool = False
 
 
@@ -123,7 +145,8 @@ class CheckpointManager:
         planner: Of saves; kept, so that unchanged plans are made and sent once.
         background: Whether `step` returns as soon as the state is staged.
         when_busy: What becomes of a save that is due while another is under way: it waits for it,
-            it is skipped, or it replaces it. To skip costs a step over the ranks' board.
+            it is skipped, or it replaces it. To skip, the ranks agree, which takes a few
+            milliseconds at a step that is due.
         frozen: Keys, or what tells them, of tensors that training never changes. They are not
             copied before they are saved. See `dcpstore.async_save`.
         takeover: Whether to save to a run that another job seems to be saving to. That job is
@@ -153,9 +176,9 @@ class CheckpointManager:
         planner: SavePlanner | None = None,
         background: bool = True,
         when_busy: Literal["wait", "skip", "replace"] = "wait",
-        frozen: Sequence[str] | Callable[[str], bool] = (),
+        frozen: Frozen = (),
         takeover: bool = True,
-        on_event: Callable[[Event], None] | Sequence[Callable[[Event], None]] = (),
+        on_event: Listener | Sequence[Listener] = (),
         coordinator_rank: int = 0,
         deadline_s: float = 1800.0,
         store_opener: Callable[..., Store] = open_store,
@@ -163,8 +186,8 @@ class CheckpointManager:
     ) -> None:
         if when_busy not in ("wait", "skip", "replace"):
             raise ConfigError(f"when_busy={when_busy!r} must be 'wait', 'skip' or 'replace'")
-        self._policies = _as_list(save)
-        self._keep = _as_list(keep)
+        self._policies: list[SavePolicy] = _as_list(save)
+        self._keep: list[KeepPolicy] = _as_list(keep)
         self._process_group = process_group
         self._options = dict(storage_options or {})
         self._write = write
@@ -183,9 +206,13 @@ class CheckpointManager:
         self._flight: _Flight | None = None
         self._last_step: int | None = None
         self._last_began_s = clock()
+        self._last_seconds = 0.0
         self._resumed: int | None = None
-        self._claimed: str | None = None
+        self._run_id: str | None = None
+        self._is_asked = False
         self._is_over = False
+        self.is_stopping = False
+        """Whether the job was told to stop: its last step is sealed, or was given up."""
         self.restored: SealedStep | None = None
         """The step that `restore` found last; None before it, and where there was none."""
         self._janitor = ThreadPoolExecutor(1, "dcpstore-retire")
@@ -193,6 +220,18 @@ class CheckpointManager:
             process_group, coordinator_rank, deadline_s, purpose="manager", subject=self._run.url
         )
         self._events = Events(_as_list(on_event), is_coordinator=self._group.is_coordinator)
+        self._agreement = open_agreement(
+            process_group, coordinator_rank, on_given_up=self._note_given_up
+        )
+        self._preemption: Preemption | None = None
+        end = next((one for one in self._policies if isinstance(one, OnPreemption)), None)
+        self._end = end
+        if end is not None:
+            self._preemption = Preemption(
+                lambda why: self._agreement.request(why, is_end=True), end.signals, end.notice
+            )
+        if self._policies:
+            self._claim()
 
     # --- saving ------------------------------------------------------------------------
 
@@ -230,16 +269,21 @@ class CheckpointManager:
         if decided is not None:
             self._is_asked = False
             if decided.is_end:
-                self._save_before_the_end(step, state, sealed, decided)
-                return True
-        at = self._moment(step)
-        is_due = decided is not None or any(
-            policy.is_due(at) for policy in self._policies if policy.depends_on_step_alone
+                return self._save_and_end(step, state, sealed, decided)
+        at = Moment(
+            step,
+            self._last_step,
+            self._clock() - self._last_began_s,
+            is_first=self._last_step is None,
         )
-        begun = is_due and step != self._last_step and self._begin(step, state, sealed) is not None
-        self._ask_for_time(at)
+        is_due = decided is not None or any(
+            one.is_due(at) for one in self._policies if _is_plain(one)
+        )
+        begun = is_due and step != self._last_step and self._begin(step, state, sealed)
         if begun and not self._background:
-            self.wait()
+            self._land()
+        elif not begun:
+            self._ask_if_due(at)
         return begun
 
     def save(
@@ -268,14 +312,19 @@ class CheckpointManager:
         Raises:
             RankFailures: If it failed, or was given up; the last sealed step stays.
         """
-        end_s = None if deadline_s is None else self._clock() + deadline_s
+        cutoff = Cutoff(deadline_s)
         self._land()
-        left_s = None if end_s is None else max(end_s - self._clock(), 0.001)
         sealed = {"metrics": metrics, "attachments": attachments, "user_metadata": user_metadata}
-        self._launch(step, state, sealed, deadline_s=left_s)
+        self._launch(step, state, sealed, cutoff)
         result = self._land()
         assert result is not None
         return result
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way, as this rank knows."""
+        flight = self._flight
+        return flight is not None and flight.handle is not None and not flight.handle.done()
 
     def wait(self) -> None:
         """Return once no save and no removal is under way. All ranks.
@@ -284,7 +333,7 @@ class CheckpointManager:
             RankFailures: If the save failed.
         """
         self._land()
-        self._janitor.submit(int).result()
+        self._janitor.submit(lambda: None).result()
 
     # --- finding and loading -------------------------------------------------------------
 
@@ -322,46 +371,37 @@ class CheckpointManager:
         """
         self._land()
         passed: dict[int, CheckpointError] = {}
+        may_pass = on_damaged == "older"
         while True:
             found = steps.broadcast(
                 self._group,
                 "find the step to restore",
-                lambda: self._find(step, passed, may_pass=on_damaged == "older"),
+                lambda: self._find(step, passed, may_pass=may_pass),
             )
             if found is None:
-                if passed:
-                    raise next(iter(passed.values()))
                 return None
             began_s = self._clock()
             try:
                 result = load(
                     state,
-                    found.url,
-                    planner=planner,
+                    storage_reader=self._reader(found),
+                    planner=planner or LoadPlanner(strict=strict),
                     process_group=self._process_group,
-                    strict=strict,
-                    storage_options=self._options,
-                    config=self._read,
                     coordinator_rank=self._coordinator,
                     deadline_s=self._deadline_s,
                 )
             except CheckpointError as error:
-                if on_damaged != "older" or not _is_damage(error):
+                if not may_pass or not _is_damage(error):
                     raise
-                self._events.send("failed", found.step, found.url, error=error)
+                self._events.send(Event("failed", found.step, found.url, error=error))
                 passed[found.step] = error
                 continue
             break
         self._last_step = self._resumed = found.step
         self._last_began_s = self._clock()
         self.restored = found
-        self._events.send(
-            "restored",
-            found.step,
-            found.url,
-            seconds=self._clock() - began_s,
-            num_bytes=result.job.needed_bytes,
-        )
+        seconds, num_bytes = self._clock() - began_s, result.job.needed_bytes
+        self._events.send(Event("restored", found.step, found.url, seconds, num_bytes))
         return found.step
 
     def latest(self) -> SealedStep | None:
@@ -396,7 +436,7 @@ class CheckpointManager:
         Raises:
             NotFoundError: If there is no such step, or it has no such attachment.
         """
-        found = self.restored if step is None else self._step(step)
+        found = self.restored if step is None else self._find(step, {}, may_pass=False)
         if found is None:
             raise NotFoundError(f"{self._run.url}: no step was restored: give the number of one")
         name = name.replace("{rank}", str(self._group.rank))
@@ -440,7 +480,7 @@ class CheckpointManager:
             if self._preemption is not None:
                 self._preemption.close()
             self._agreement.close()
-            if self._group.is_coordinator and self._claimed is not None:
+            if self._group.is_coordinator and self._run_id is not None:
                 self._run.release()
             self._group.close()
             self._run.close()
@@ -458,23 +498,23 @@ class CheckpointManager:
 
     # --- how -----------------------------------------------------------------------------
 
-    def _begin(self, step: int, state: State, sealed: Mapping[str, Any]) -> AsyncSave | None:
-        """Begin a save that is due, unless another one is under way and the policy is to skip."""
-        if self._flight is not None and self._when_busy != "wait":
-            flight = self._flight
+    def _begin(self, step: int, state: State, sealed: Mapping[str, Any]) -> bool:
+        """Begin a save that is due, unless another is under way and this one is to be skipped."""
+        flight = self._flight
+        if flight is not None and flight.handle is not None:
+            handle = flight.handle
             if self._when_busy == "replace":
-                flight.is_given_up = flight.handle.cancel()
-            elif steps.broadcast(
-                self._group, "is a save under way", lambda: not flight.handle.done()
+                flight.is_given_up = handle.cancel()
+            elif self._when_busy == "skip" and steps.broadcast(
+                self._group, "is a save under way", lambda: not handle.done()
             ):
-                self._events.send("skipped", step, self._run.url_of(step))
-                return None
-        self._land()
-        return self._launch(step, state, sealed)
+                self._events.send(Event("skipped", step, self._run.url_of(step)))
+                return False
+        self._land(may_be_given_up=self._when_busy == "replace")
+        self._launch(step, state, sealed, Cutoff())
+        return True
 
-    def _launch(
-        self, step: int, state: State, sealed: Mapping[str, Any], deadline_s: float | None = None
-    ) -> AsyncSave:
+    def _launch(self, step: int, state: State, sealed: Mapping[str, Any], cutoff: Cutoff) -> None:
         self._claim()
         url = self._run.url_of(step)
         writer = _RunWriter(
@@ -484,62 +524,197 @@ class CheckpointManager:
             config=self._write,
             store_opener=self._opener,
         )
-        writer.attach(step=step, run=self._claimed, **sealed)
-        self._events.send("save_started", step, url)
-        self._last_step, self._last_began_s = step, self._clock()
-        handle = async_save(
-            state() if callable(state) else state,
-            storage_writer=writer,
-            planner=self._planner,
-            process_group=self._process_group,
-            coordinator_rank=self._coordinator,
-            deadline_s=self._deadline_s,
-            total_deadline_s=deadline_s,
-            stager=self._stager,
-            frozen=self._frozen,
-        )
-        self._events.send("staged", step, url, seconds=self._clock() - self._last_began_s)
-        self._flight = flight = _Flight(step, handle)
-        handle.upload_completion.add_done_callback(lambda _: self._note_end(flight, url))
-        return handle
+        writer.attach(step=step, run=self._run_id, **sealed)
+        flight = _Flight(step, url, self._clock())
+        self._last_step, self._last_began_s = step, flight.began_s
+        self._events.send(Event("save_started", step, url))
 
-    def _note_end(self, flight: _Flight, url: str) -> None:
-        """Tell what became of a save. In its thread."""
-        error = flight.handle.exception()
-        seconds = self._clock() - self._last_began_s
-        if error is not None:
-            self._events.send("failed", flight.step, url, seconds=seconds, error=error)
-            return
-        stored_bytes = flight.handle.result().stored_bytes
-        self._events.send("sealed", flight.step, url, seconds=seconds, num_bytes=stored_bytes)
-        if self._group.is_coordinator and self._keep:
+        def work(group: RankGroup, staged: dict[str, Any], cutoff: Cutoff) -> SaveResult:
+            try:
+                result = save(
+                    staged,
+                    storage_writer=writer,
+                    planner=self._planner,
+                    process_group=group,
+                    cutoff=cutoff,
+                    progress=False,
+                )
+            except BaseException as error:
+                self._note_failure(flight, error)
+                raise
+            self._note_seal(flight, result)
+            return result
+
+        joining = join_ranks(
+            self._process_group, self._coordinator, self._deadline_s, action="save", url=url
+        )
+        made = state() if callable(state) else state
+        flight.handle = begin(made, work, url, joining, cutoff, self._stager, self._frozen)
+        self._flight = flight
+        self._events.send(Event("staged", step, url, self._clock() - flight.began_s))
+
+    def _note_seal(self, flight: _Flight, result: SaveResult) -> None:
+        """Tell that a step is sealed, and see to the old ones. In the save's thread."""
+        self._last_seconds = self._clock() - flight.began_s
+        if self._resumed is not None and flight.step > self._resumed:
+            self._resumed = None
+        self._run.forget(flight.step)
+        self._events.send(
+            Event("sealed", flight.step, flight.url, self._last_seconds, result.stored_bytes)
+        )
+        if self._keep and self._group.is_coordinator:
             self._janitor.submit(self._retire)
 
-    def _land(self) -> SaveResult | None:
-        """Wait for the save under way, if there is one."""
+    def _note_failure(self, flight: _Flight, error: BaseException) -> None:
+        seconds = self._clock() - flight.began_s
+        if not flight.is_given_up:
+            self._events.send(Event("failed", flight.step, flight.url, seconds, error=error))
+
+    def _land(self, *, may_be_given_up: bool = False) -> SaveResult | None:
+        """Wait for the save under way, if there is one, and raise its failure."""
         flight, self._flight = self._flight, None
-        if flight is None:
+        if flight is None or flight.handle is None:
             return None
         try:
             return flight.handle.result()
-        except RankFailures:
-            if flight.is_given_up:
+        except CheckpointError as error:
+            if may_be_given_up and _is_abandoned(error):
                 return None
             raise
 
     def _raise_failure(self) -> None:
-        if self._flight is not None and self._flight.handle.done():
+        flight = self._flight
+        if flight is not None and flight.handle is not None and flight.handle.done():
             self._land()
+
+    def _ask_if_due(self, at: Moment) -> None:
+        """Let the ranks agree on a step, if a policy says so that only the coordinator asks."""
+        if self._is_asked or not self._group.is_coordinator:
+            return
+        for policy in self._policies:
+            if not _is_plain(policy) and policy.is_due(at):
+                self._is_asked = self._agreement.request(f"{policy} is due")
+                return
+
+    def _note_given_up(self, why: str, is_end: bool) -> None:
+        """Ask again later. In the agreement's thread."""
+        del why, is_end
+        self._is_asked = False
+
+    def _save_and_end(
+        self, step: int, state: State, sealed: Mapping[str, Any], decided: Decision
+    ) -> bool:
+        """Save before the job is stopped, or let the save under way end if only that is in time."""
+        assert self._end is not None
+        self._events.send(Event("preempted", step, self._run.url_of(step)))
+        deadline_s = self._end.deadline_s
+
+        def choose() -> tuple[bool, float]:
+            left_s = deadline_s - max(0.0, time.monotonic() - decided.since_s)
+            # A save takes about as long as the last one.
+            waits = self.is_saving and left_s < self._last_seconds
+            return waits, max(left_s, 1.0)
+
+        waits, left_s = steps.broadcast(self._group, "save before the end", choose)
+        is_saved = False
+        try:
+            flight = self._flight
+            if not waits and flight is not None and flight.handle is not None:
+                flight.is_given_up = flight.handle.cancel()
+            self._land(may_be_given_up=True)
+            if not waits and step != self._last_step:
+                self._launch(step, state, sealed, Cutoff(left_s))
+                self._land()
+                is_saved = True
+        except CheckpointError as error:
+            logger.error("%s: step %d is not saved: %s", self._run.url, step, error)
+        self.is_stopping = True
+        if self._end.then == "exit":
+            raise Preempted
+        return is_saved
+
+    def _find(
+        self,
+        step: int | Literal["latest", "best"],
+        passed: dict[int, CheckpointError],
+        *,
+        may_pass: bool,
+    ) -> SealedStep | None:
+        """Look for the step to restore. On the coordinator."""
+        if step == "best":
+            found = self.best()
+            return None if found is None or found.step in passed else found
+        for number, folder in self._run.candidates():
+            if number in passed or (step != "latest" and number != step):
+                continue
+            try:
+                sealed = self._run.look(folder)
+            except CorruptError as error:
+                if not may_pass:
+                    raise
+                passed[number] = error
+                self._events.send(Event("failed", number, f"{self._run.url}/{folder}", error=error))
+                continue
+            if sealed is not None:
+                return sealed
+        if passed:
+            raise next(iter(passed.values()))
+        if step != "latest":
+            raise NotFoundError(
+                f"{self._run.url} has no sealed step {step}: `dcpstore ls {self._run.url}` lists"
+                " its steps"
+            )
+        return None
+
+    def _reader(self, found: SealedStep) -> ObjectStoreReader:
+        return ObjectStoreReader(
+            found.url,
+            storage_options=self._options,
+            config=self._read,
+            store_opener=self._opener,
+        )
 
     def _retire(self) -> None:
         """Remove the steps that no policy keeps. On the coordinator, in a thread of its own."""
         protected = {}
         if self._resumed is not None:
-            protected[self._resumed] = "this job resumed from it"
-        ...
+            protected[self._resumed] = "this job resumed from it, and sealed no newer step"
+        flight = self._flight
+        if flight is not None:
+            protected[flight.step] = "it is being saved"
+        try:
+            verdicts = plan(self._run, self._keep, protected=protected)
+            for gone in retire(self._run, verdicts):
+                if not gone.why_not:
+                    self._events.send(
+                        Event("deleted", gone.step, gone.url, num_bytes=gone.num_bytes)
+                    )
+        except CheckpointError as error:
+            logger.warning("%s: old steps stay for now: %s", self._run.url, error)
 
     def _claim(self) -> None:
-        if self._claimed is None:
-            self._claimed = steps.broadcast(
+        if self._run_id is None:
+            self._run_id = steps.broadcast(
                 self._group, "claim the run", lambda: self._run.claim(takeover=self._takeover)
             )
+
+
+def _as_list(given: _T | Sequence[_T]) -> list[_T]:
+    return list(given) if isinstance(given, list | tuple) else [cast("_T", given)]
+
+
+def _is_plain(policy: SavePolicy) -> bool:
+    """Tell whether every rank can ask a policy, as it depends on the step alone."""
+    return bool(getattr(policy, "depends_on_step_alone", False))
+
+
+def _causes(error: CheckpointError) -> list[BaseException]:
+    return list(error.exceptions.values()) if isinstance(error, RankFailures) else [error]
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    return any(isinstance(one, CorruptError | NotFoundError) for one in _causes(error))
+
+
+def _is_abandoned(error: CheckpointError) -> bool:
+    return any(isinstance(one, AbandonedError) for one in _causes(error))
