@@ -48,6 +48,7 @@ from dcpstore.store.base import (
     ObjectInfo,
     Part,
     PutMode,
+    Tail,
     as_bytes_view,
     check_key,
     checked_pieces,
@@ -374,6 +375,13 @@ class ModelStore:
             asked, start, end, lambda: self._send("get", asked, act, _half), lambda: self.head(key)
         )
 
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Look at an object's length, and fetch its end."""
+        found = self.head(key)
+        start = max(0, found.size_bytes - num_bytes)
+        data = self.get_range(key, start, found.size_bytes)
+        return Tail(data, found.size_bytes, found.etag, found.modified)
+
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
         asked = Asked("head", check_key(key), self.url)
@@ -408,6 +416,11 @@ class ModelStore:
             return [_info(key, objects[key]) for key in sorted(objects) if key.startswith(prefix)]
 
         yield from self._send("list", asked, act)
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names right below the folder ``prefix``."""
+        below = (info.key[len(prefix) :] for info in self.list(prefix))
+        return sorted({key.partition("/")[0] for key in below if "/" in key})
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Delete objects; a missing one is no error."""

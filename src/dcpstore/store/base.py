@@ -10,7 +10,8 @@ concurrency belongs to the executors above. A typical save and load call it so:
 4. load, every rank:  ``get(".metadata")``, ``get`` of a large manifest
 5. load, every rank:  ``get_range`` many times, from many threads
 
-``list`` and ``delete_many`` serve clean-up and discovery, never a save or a load.
+``list``, ``folders``, ``get_tail`` and ``delete_many`` serve clean-up and discovery, never a save
+or a load.
 
 A store may do more, which its caller has to ask for first: receive ranges straight into memory of
 the caller's (`FillsMemory`), and let the provider copy objects by itself (`ServerCopies`).
@@ -322,6 +323,23 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of an object.
+
+    Attributes:
+        data: Its last bytes, read-only to the caller; all of them where it is short.
+        size_bytes: Length of the whole object.
+        etag: The store's version mark.
+        modified: Time of the last put, timezone-aware; None where unknown.
+    """
+
+    data: memoryview
+    size_bytes: int
+    etag: str | None = None
+    modified: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a store can promise.
 
@@ -386,6 +404,17 @@ class Store(Protocol):
             StoreError: (retryable) if the answer is shorter or longer than asked for.
         """
 
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Fetch the last ``num_bytes`` of an object, or all of a shorter one.
+
+        One request where the store takes such ranges (S3, Google, local folders), else a look at
+        its length and a range.
+
+        Raises:
+            NotFoundError: If there is no such object or bucket.
+            StoreError: (retryable) if the answer is shorter or longer than asked for.
+        """
+
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes.
 
@@ -420,6 +449,16 @@ class Store(Protocol):
         """Yield every object whose key starts with the folder ``prefix``, at any depth.
 
         ``prefix`` is empty or ends with ``/``. Follows pages. The order is the store's.
+        """
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names right below the folder ``prefix`` below which objects lie.
+
+        One request per 1,000 names, however many objects there are. Without slashes, in the
+        store's order; none where there is no such folder.
+
+        Args:
+            prefix: Empty, or with ``/`` at its end.
         """
 
     def delete_many(self, keys: Sequence[str]) -> None:

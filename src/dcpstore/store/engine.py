@@ -40,6 +40,7 @@ from dcpstore.store.base import (
     Part,
     PutMode,
     StoreLimits,
+    Tail,
     as_bytes_view,
     chained,
     check_key,
@@ -440,6 +441,13 @@ class Engine(ABC):
             lambda: self.head(key),
         )
 
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Look at an object's length, and fetch its end."""
+        found = self.head(key)
+        start = max(0, found.size_bytes - num_bytes)
+        data = self.get_range(key, start, found.size_bytes)
+        return Tail(data, found.size_bytes, found.etag, found.modified)
+
     @abstractmethod
     def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
         """Fetch a range that is not empty; its length is checked afterwards."""
@@ -548,6 +556,22 @@ def check_length(
         _reject_truncated(asked, start, end, head, None)
     raise StoreError(
         f"{asked} failed: {len(data)} bytes came instead of {end - start}",
+        key=asked.key,
+        retryable=True,
+    )
+
+
+def checked_tail(asked: Asked, num_bytes: int, tail: Tail) -> Tail:
+    """Accept the end of an object only at its exact length.
+
+    Raises:
+        StoreError: (retryable) If the answer has another length.
+    """
+    expected = min(num_bytes, tail.size_bytes)
+    if len(tail.data) == expected:
+        return tail
+    raise StoreError(
+        f"{asked} failed: {len(tail.data)} bytes came instead of {expected}",
         key=asked.key,
         retryable=True,
     )

@@ -200,6 +200,23 @@ class FsspecStore(Engine):
             if info.get("type") != "directory" and key and TEMPORARY not in key:
                 yield info_of(key, info)
 
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names right below the folder ``prefix``."""
+        below = (self._root + prefix).rstrip("/")
+
+        def call() -> Sequence[str]:
+            fs = self._clients.get()
+            try:
+                found = run_within(self._time.left_s(), fs, "ls", below, detail=True)
+            except FileNotFoundError:
+                if self._location.bucket and not below:
+                    raise
+                return ()
+            folders = (one["name"] for one in found if one.get("type") == "directory")
+            return [name.rstrip("/").rpartition("/")[2] for name in folders]
+
+        return self._ask(Asked("list the folders of", prefix, self.url), call)
+
     def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
         with ThreadPoolExecutor(_DELETE_THREADS, "dcpstore-delete") as pool:
             return [error for error in pool.map(self._delete_one, paths) if error is not None]

@@ -34,7 +34,7 @@ import obstore.exceptions
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
-from dcpstore.errors import CheckpointError, ConfigError, NotFoundError
+from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreError
 from dcpstore.store.base import (
     Capabilities,
     CopyMode,
@@ -45,6 +45,7 @@ from dcpstore.store.base import (
     Location,
     ObjectInfo,
     PutMode,
+    Tail,
     num_bytes_of,
 )
 from dcpstore.store.engine import (
@@ -57,6 +58,7 @@ from dcpstore.store.engine import (
     Publication,
     WrongRegionError,
     check_length,
+    checked_tail,
     from_answer,
     no_connection,
     trimmed,
@@ -322,6 +324,25 @@ class ObstoreStore(Engine):
         fetch = partial(ranges.fetch, self._client(), path, asked, start, destination)
         return self._ask(asked, lambda: fetch(self._time.reading_s()))
 
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Fetch the end of an object, by one request where there is an end to fetch."""
+        if self._location.scheme == "az":  # which takes no such ranges
+            return super().get_tail(key, num_bytes)
+        path, asked = self._path(key), Asked(f"get the last {num_bytes} bytes of", key, self.url)
+
+        def call() -> Tail:
+            answer = obstore.get(self._client(), path, options={"range": {"suffix": num_bytes}})
+            data = memoryview(answer.bytes())
+            found = self._info(answer.meta)
+            return Tail(data, found.size_bytes, found.etag, found.modified)
+
+        try:
+            return checked_tail(asked, num_bytes, self._ask_again_elsewhere(asked, call))
+        except StoreError as error:
+            if error.retryable or error.denied:
+                raise
+            return super().get_tail(key, num_bytes)  # an empty object has no end: 416
+
     def fill(self, key: str, start: int, destination: Destination) -> None:
         """Fetch a range straight into memory of the caller's."""
         num_bytes, path = destination.num_bytes, self._path(key)
@@ -407,6 +428,16 @@ class ObstoreStore(Engine):
             for meta in chunk:
                 yield self._info(meta)
             chunk = self._ask(asked, lambda: next(stream, None))
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names right below the folder ``prefix``."""
+        below = (self._root + prefix).rstrip("/") or None
+
+        def call() -> Sequence[str]:
+            found = obstore.list_with_delimiter(self._client(), prefix=below)
+            return [one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]]
+
+        return self._ask_again_elsewhere(Asked("list the folders of", prefix, self.url), call)
 
     def close(self) -> None:
         """Drop the clients; a later call opens new ones."""

@@ -50,6 +50,7 @@ from dcpstore.store.base import (
     PutMode,
     ServerCopies,
     Store,
+    Tail,
     as_bytes_view,
 )
 
@@ -327,6 +328,11 @@ class WrappedStore:
         call = Call("get_range", key, start, end)
         return self._pass(call, lambda inner: inner.get_range(key, start, end))
 
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Fetch the last ``num_bytes`` of an object."""
+        call = Call("get_tail", key)
+        return self._pass(call, lambda inner: inner.get_tail(key, num_bytes))
+
     def fill(self, key: str, start: int, destination: Destination) -> None:
         """Fetch a range straight into memory of the caller's; only of an inner store that can."""
         call = Call("get_range", key, start, start + destination.num_bytes)
@@ -358,6 +364,10 @@ class WrappedStore:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""
         yield from self._pass(Call("list", prefix), lambda inner: inner.list(prefix))
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names right below the folder ``prefix``."""
+        return self._pass(Call("folders", prefix), lambda inner: inner.folders(prefix))
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Delete objects; a missing one is no error."""

@@ -123,6 +123,36 @@ def a_range_past_the_end_is_corruption(store: Store) -> None:
         store.get_range("past/empty", 0, 1)
 
 
+def a_tail_is_the_end_of_an_object(store: Store) -> None:
+    """Fetch less than there is, all of it, more, and the end of nothing."""
+    data = bytes(range(256)) * 4
+    etag = store.put("tail/object", data)
+    for num_bytes in (1, 1000, 1024, 5000):
+        found = store.get_tail("tail/object", num_bytes)
+        _check(bytes(found.data) == data[-num_bytes:], f"{len(found.data)} of {num_bytes} bytes")
+        _check(found.data.readonly, "an answer is read-only")
+        _check(found.size_bytes == 1024, f"an object of 1,024 bytes has {found.size_bytes}")
+        if store.capabilities.acknowledges_puts:
+            _check(found.etag == etag, f"put said {etag}, get_tail says {found.etag}")
+    store.put("tail/empty", b"")
+    empty = store.get_tail("tail/empty", 10)
+    _check(len(empty.data) == empty.size_bytes == 0, "nothing has an empty end")
+    with _expect(NotFoundError, "the tail of what is absent"):
+        store.get_tail("tail/nowhere", 10)
+
+
+def folders_are_what_lies_right_below(store: Store) -> None:
+    """Find the folders of a run, and not what lies in them or beside them."""
+    below = ("step-1/a", "step-1/deep/b", "step-2/c", "with space/d", ".dot/e")
+    for key in ("file", *below):
+        store.put(f"folders/run/{key}", b"x")
+    found = sorted(store.folders("folders/run/"))
+    _check(found == [".dot", "step-1", "step-2", "with space"], f"the folders are {found}")
+    _check(list(store.folders("folders/run/step-1/")) == ["deep"], "one level alone")
+    _check("folders" in store.folders(), "the root has folders, too")
+    _check(not store.folders("folders/nowhere/"), "an absent folder has none")
+
+
 def what_is_absent_is_not_found(store: Store) -> None:
     """Look for an object that nobody put."""
     for verb, more in (("get", ()), ("get_range", (0, 1)), ("head", ())):
@@ -371,6 +401,7 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     ranges_are_exact_at_every_edge,
     an_empty_range_makes_no_request,
     a_range_past_the_end_is_corruption,
+    a_tail_is_the_end_of_an_object,
     what_is_absent_is_not_found,
     a_folder_is_no_object,
     head_tells_size_and_mark,
@@ -381,6 +412,7 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     a_failing_stream_publishes_nothing,
     a_wrong_part_size_is_refused,
     a_list_shows_keys_below_a_folder,
+    folders_are_what_lies_right_below,
     odd_keys_keep_their_names,
     what_is_no_key_is_refused,
     deletes_forgive_what_is_absent,

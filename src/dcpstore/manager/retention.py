@@ -1,0 +1,250 @@
+"""Removing the steps of a run that no policy keeps; no crash and no race loses another. No torch.
+
+For each step that goes:
+
+1. read its metadata: which objects it consists of, and that it is still the save that was judged
+2. list its folder: objects of another save that are younger than a day may be a save under way,
+   and the step stays
+3. put ``.dcpstore-run/deleting/{folder}.json`` with the save's id and the keys
+4. list the pins: whoever pins a step puts the pin and looks for 3 then, so one sees the other
+5. delete ``.metadata``: from here on the step is not there
+6. delete the objects that it named, then what step 3 put
+
+A crash leaves the step whole, or not there and its keys in 3, with which the next removal carries
+on. Only what the metadata named is deleted; what others put into the folder stays.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
+from dcpstore.format.seal import METADATA_KEY, check_relative, is_save_id, read_seal, save_id_of
+from dcpstore.manager.policies import KeepPolicy, Verdict, decide
+from dcpstore.manager.run import DELETING, Run
+from dcpstore.text import parse_json
+from dcpstore.write.commit import Proof, keys_named_in, probe, sweep
+
+logger = logging.getLogger(__name__)
+
+_IN_FLIGHT_S = 24 * 3600.0  # no save takes longer
+_ABANDONED_S = 3600.0  # nor any removal
+_MAX_REQUESTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """What became of a step that no policy keeps.
+
+    Attributes:
+        step: Number of completed steps.
+        folder: Its name below the run.
+        url: Where it was.
+        num_objects: Objects deleted.
+        num_bytes: Their size.
+        why_not: Why the step is still there; empty if it is gone.
+    """
+
+    step: int
+    folder: str
+    url: str
+    num_objects: int = 0
+    num_bytes: int = 0
+    why_not: str = ""
+
+
+def plan(
+    run: Run,
+    keep: KeepPolicy | Sequence[KeepPolicy],
+    *,
+    others: bool = False,
+    protected: Mapping[int, str] | None = None,
+) -> list[Verdict]:
+    """Decide which steps of a run stay. Changes nothing.
+
+    Args:
+        run: The run.
+        keep: Policies; a step stays if any of them keeps it.
+        others: Whether they decide about steps of other runs and other writers, too.
+        protected: More steps that must stay, each with the reason.
+
+    Returns:
+        One verdict per folder, the newest step first.
+
+    Raises:
+        StoreError: If the store refuses to list.
+        CorruptError: If the run's claim is damaged.
+    """
+    claim = run.claimed()
+    records = run.records()
+    facts, pins = run.facts(records), run.pins(records)
+    stay = {one.step: "pinned" for one in facts if one.folder in pins}
+    if claim is not None and claim.resumed is not None:
+        stay.setdefault(claim.resumed, "a job resumed from it, and sealed no newer step")
+    return decide(
+        facts,
+        keep,
+        protected={**stay, **(protected or {})},
+        run=None if claim is None else claim.run,
+        others=others,
+    )
+
+
+def retire(
+    run: Run, verdicts: Sequence[Verdict], *, clock: Callable[[], float] = time.time
+) -> list[Retired]:
+    """Remove the steps that do not stay, and what earlier removals left.
+
+    A step that cannot be removed is told with the reason and logged as a warning, and so is an
+    object that the store does not let go.
+
+    Args:
+        run: The run.
+        verdicts: What `plan` decided.
+        clock: Seconds since the epoch, to tell the ages of objects by.
+    """
+    _carry_on(run, clock)
+    going = [one for one in verdicts if not one.stays]
+    if not going:
+        return []
+    with ThreadPoolExecutor(_MAX_REQUESTS, "dcpstore-retire") as executor:
+        doomed = list(executor.map(partial(_announce, run, clock), going))
+        ready = [one for one in doomed if isinstance(one, _Doomed)]
+        pins = _pins_or_all(run, ready)
+        done = list(executor.map(partial(_remove, run, pins), ready))
+    found = {one.folder: one for one in (*(d for d in doomed if isinstance(d, Retired)), *done)}
+    for one in found.values():
+        if one.why_not:
+            logger.warning("%s stays: %s", one.url, one.why_not)
+        else:
+            run.forget(one.step)
+    return [found[one.folder] for one in going]
+
+
+@dataclass(frozen=True, slots=True)
+class _Doomed:
+    """A step whose removal is announced."""
+
+    step: int
+    folder: str
+    url: str
+    keys: Sequence[str]
+    sizes: Mapping[str, int]
+
+    @property
+    def note(self) -> str:
+        return f"{DELETING}{self.folder}.json"
+
+
+def _announce(run: Run, clock: Callable[[], float], verdict: Verdict) -> _Doomed | Retired:
+    """Find out what a step consists of, and put the note of its removal."""
+    folder, url = verdict.folder, f"{run.url}/{verdict.folder}"
+    stays = partial(Retired, verdict.step, folder, url)
+    known = run.known(folder)
+    if known is None:
+        return stays(why_not="it is not there any more")
+    if known.url != url or known.layout == "safetensors":
+        return stays(why_not=f"{known.url} is laid out by another tool: delete it with that")
+    try:
+        found = probe(run.store, f"{folder}/{METADATA_KEY}", denied_is_absent=False)
+        if found is None:
+            return stays(why_not="it is not there any more")
+        save_id = None if found.seal is None else found.seal.save_id
+        if save_id != known.save_id:
+            run.forget(verdict.step)
+            return stays(why_not="it was saved again meanwhile")
+        read_seal(found.data)  # or it is damaged, and says nothing of its objects
+        keys = keys_named_in(run.store, found.data, key=METADATA_KEY, folder=f"{folder}/")
+        listed = {
+            info.key.removeprefix(f"{folder}/"): info for info in run.store.list(f"{folder}/")
+        }
+        young = clock() - _IN_FLIGHT_S
+        for key, info in listed.items():
+            is_other = save_id_of(key) is not None and key not in keys
+            if is_other and (info.modified is None or info.modified.timestamp() > young):
+                return stays(why_not=f"a save may be under way there: {key} belongs to another")
+        sizes = {key: listed[key].size_bytes for key in keys if key in listed}
+        doomed = _Doomed(verdict.step, folder, url, sorted(keys), sizes)
+        note = json.dumps({"save_id": save_id, "keys": doomed.keys})
+        run.store.put(doomed.note, note.encode())
+    except CheckpointError as error:
+        return stays(why_not=str(error))
+    return doomed
+
+
+def _pins_or_all(run: Run, doomed: Sequence[_Doomed]) -> Collection[str]:
+    """Return the pinned folders; all, if that cannot be found out."""
+    try:
+        return run.pins() if doomed else ()
+    except CheckpointError as error:
+        logger.warning("%s: nothing is removed, as pins cannot be listed: %s", run.url, error)
+        return {one.folder for one in doomed}
+
+
+def _remove(run: Run, pins: Collection[str], doomed: _Doomed) -> Retired:
+    """Delete the metadata, then what they named, then the note."""
+    stays = partial(Retired, doomed.step, doomed.folder, doomed.url)
+    metadata = f"{doomed.folder}/{METADATA_KEY}"
+    if doomed.folder in pins:
+        sweep(run.store, [doomed.note], Proof.NOT_BEGUN, why="a removal that was given up")
+        return stays(why_not="it was pinned meanwhile")
+    try:
+        run.store.delete_many([metadata])
+    except CheckpointError as error:
+        # It may be gone all the same; the next removal sees to it.
+        return stays(why_not=f"{metadata} could not be deleted: {error}")
+    keys = [f"{doomed.folder}/{key}" for key in doomed.keys]
+    left = sweep(run.store, keys, Proof.RETIRED, why="a removed step")
+    if not left:  # else the note leads the next removal to it
+        sweep(run.store, [doomed.note], Proof.RETIRED, why="a removed step")
+    num_bytes = sum(doomed.sizes.values())
+    return stays(num_objects=len(keys) + 1 - len(left), num_bytes=num_bytes)
+
+
+def _carry_on(run: Run, clock: Callable[[], float]) -> None:
+    """Finish removals that broke off."""
+    for info in list(run.store.list(DELETING)):
+        folder = info.key.removeprefix(DELETING).removesuffix(".json")
+        is_old = info.modified is None or info.modified.timestamp() < clock() - _ABANDONED_S
+        try:
+            # Twice, as a store may once answer that there is nothing.
+            looks = (
+                probe(run.store, f"{folder}/{METADATA_KEY}", denied_is_absent=False)
+                for _ in range(2)
+            )
+            is_there = any(look is not None for look in looks)
+            if is_there and not is_old:
+                continue  # somebody may be about to delete it
+            if not is_there:
+                save_id, keys = _read_note(bytes(run.store.get(info.key).data), info.key)
+                _finish(run, folder, save_id, keys)
+            run.store.delete_many([info.key])
+        except NotFoundError:
+            continue  # somebody else has finished it
+        except CheckpointError as error:
+            logger.warning("%s: what is left of %s stays: %s", run.url, folder, error)
+
+
+def _read_note(data: bytes, key: str) -> tuple[str | None, list[str]]:
+    try:
+        told = dict(parse_json(data))
+        save_id, keys = told["save_id"], [check_relative(one) for one in told["keys"]]
+        if save_id is not None and not is_save_id(save_id):
+            raise ValueError(f"the save id {save_id!r:.60} is not 16 hex digits")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptError(f"{key} is damaged: {error!r:.200}", key=key) from error
+    return save_id, keys
+
+
+def _finish(run: Run, folder: str, save_id: str | None, keys: Sequence[str]) -> None:
+    """Delete what a removed step left: of that save alone, which nothing can refer to again."""
+    if save_id is not None:
+        keys = [key for key in keys if save_id_of(key) == save_id]
+    run.store.delete_many([f"{folder}/{key}" for key in keys])
+    logger.info("%s: removed what was left of %s, %d object(s)", run.url, folder, len(keys))
