@@ -21,13 +21,16 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
 from dcpstore.format.seal import METADATA_KEY, check_relative, is_save_id, read_seal, save_id_of
 from dcpstore.manager.policies import KeepPolicy, Verdict, decide
 from dcpstore.manager.run import DELETING, Run
+from dcpstore.store.folder import parse_location
 from dcpstore.text import parse_json
 from dcpstore.write.commit import Proof, keys_named_in, probe, sweep
 
@@ -203,6 +206,10 @@ def _remove(run: Run, pins: Collection[str], doomed: _Doomed) -> Retired:
     left = sweep(run.store, keys, Proof.RETIRED, why="a removed step")
     if not left:  # else the note leads the next removal to it
         sweep(run.store, [doomed.note], Proof.RETIRED, why="a removed step")
+    place = parse_location(run.url)
+    if place.scheme == "file":
+        with suppress(OSError):  # it holds something else, too
+            Path(place.prefix, doomed.folder).rmdir()
     num_bytes = sum(doomed.sizes.values())
     return stays(num_objects=len(keys) + 1 - len(left), num_bytes=num_bytes)
 
