@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
@@ -21,13 +22,15 @@ from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from dcpstore.config import WriteConfig
-from dcpstore.errors import CheckpointError, CommitUnknownError, RankFailures
+from dcpstore.errors import CheckpointError, CommitUnknownError, ConfigError, RankFailures
+from dcpstore.format.seal import Facts
 from dcpstore.plan import SavePlanner
 from dcpstore.ranks import RankGroup, steps
 from dcpstore.ranks.agreement import Ranks, call_set_up, choose_storage, is_stateful, join_ranks
 from dcpstore.ranks.transport import BoardLostError
 from dcpstore.report import Meter, Phases, ProgressCallback, SaveResult, show_progress
 from dcpstore.text import collector_paused
+from dcpstore.write.attached import take_out
 from dcpstore.write.exchange import AgreedPlan, agree_on_save_plan
 from dcpstore.write.job import WriteStats
 from dcpstore.write.writer import ObjectStoreWriter
@@ -49,6 +52,9 @@ def save(
     coordinator_rank: int = 0,
     deadline_s: float = 1800.0,
     progress: ProgressCallback | bool | None = None,
+    metrics: Mapping[str, float] | None = None,
+    user_metadata: Mapping[str, Any] | None = None,
+    facts: Facts | None = None,
 ) -> SaveResult:
     """Save a state dict. All ranks of the group call it; collective.
 
@@ -72,6 +78,9 @@ def save(
         coordinator_rank: Rank of the group that plans and seals.
         deadline_s: Most seconds that one step (planning, writing) may take.
         progress: As for `dcpstore.load`.
+        metrics: Numbers to be sealed with the tensors; see `ObjectStoreWriter.attach`.
+        user_metadata: What JSON can say, to be sealed with them.
+        facts: Step and run, to be sealed with them; metrics that are given add to its own.
 
     Raises:
         RankFailures: On every rank of several, if any failed.
@@ -82,7 +91,14 @@ def save(
     with joining as group:
         options = {"storage_options": storage_options, "overwrite": overwrite, "config": config}
         writer = choose_storage("save", url, storage_writer, ObjectStoreWriter, options)
-        job = _SaveJob(group, writer, planner or SavePlanner())
+        known = facts or Facts()
+        attached = {
+            "metrics": {**known.metrics, **(metrics or {})},
+            "user_metadata": user_metadata,
+            "step": known.step,
+            "run": known.run,
+        }
+        job = _SaveJob(group, writer, planner or SavePlanner(), attached)
         showing = show_progress("save", progress, is_coordinator=group.is_coordinator)
         with showing as meter:
             try:
@@ -103,10 +119,17 @@ class _Share:
 class _SaveJob:
     """One rank's way through a save."""
 
-    def __init__(self, group: RankGroup, writer: StorageWriter, planner: DcpSavePlanner) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        writer: StorageWriter,
+        planner: DcpSavePlanner,
+        attached: Mapping[str, Any],
+    ) -> None:
         self._group = group
         self._writer = writer
         self._planner = planner
+        self._attached = attached
         self._phases = Phases()
 
     def run(self, state_dict: Mapping[str, Any], meter: Meter) -> SaveResult:
@@ -128,6 +151,7 @@ class _SaveJob:
 
     @collector_paused()
     def _plan(self, state_dict: Mapping[str, Any]) -> SavePlan:
+        self._attach()
         state = {
             key: value.state_dict() if is_stateful(value) else value
             for key, value in state_dict.items()
@@ -146,6 +170,23 @@ class _SaveJob:
             use_collectives=True,
         )
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def _attach(self) -> None:
+        """Give the writer what is sealed beside the tensors."""
+        given = {name: value for name, value in self._attached.items() if value not in (None, {})}
+        if not given:
+            return
+        if not isinstance(self._writer, ObjectStoreWriter):
+            raise ConfigError(
+                f"{', '.join(given)} can be sealed by an ObjectStoreWriter, and storage_writer is"
+                f" a {type(self._writer).__name__}"
+            )
+        if self._writer.has_attached:
+            raise ConfigError(
+                f"something is attached to your storage_writer already: give {', '.join(given)} to"
+                " its attach() too"
+            )
+        self._writer.attach(**given)
 
     def _write(self, plan: SavePlan) -> _Share:
         results = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
@@ -187,14 +228,15 @@ class _SaveJob:
                 raise
             self._writer.finish(metadata, results)
         stats = [share.stats for share in shares]
+        written, _ = take_out(chain.from_iterable(results))
         return SaveResult(
             url=str(getattr(self._writer, "checkpoint_id", "")),
             save_id=getattr(metadata.storage_meta, "save_id", None),
             num_keys=len(metadata.state_dict_metadata),
-            num_items=sum(len(share.results) for share in shares),
+            num_items=len(written),
             num_objects=sum(one.num_objects for one in stats),
             num_requests=sum(one.num_requests for one in stats),
-            stored_bytes=sum(r.size_in_bytes for share in shares for r in share.results),
+            stored_bytes=sum(one.size_in_bytes for one in written),
             peak_bytes=max(one.peak_bytes for one in stats),
             plan_bytes=agreed.sent_bytes,
             is_plan_cached=agreed.is_cached,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import struct
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import crc32c
 import pytest
@@ -14,12 +16,14 @@ import pytest
 from dcpstore.errors import CorruptError, IncompatibleError, StoreError
 from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, encode
 from dcpstore.format.seal import (
+    Facts,
     Seal,
     data_key,
     get_manifest,
     make_metadata,
     manifest_key,
     read_seal,
+    read_tail,
 )
 from dcpstore.store import Store, open_store
 from dcpstore.store.base import ByteRange
@@ -39,8 +43,8 @@ def store() -> Store:
     return open_store("memory://seal", engine="obstore")
 
 
-def made(most_bytes: int) -> tuple[Seal, bytes]:
-    return make_metadata(SAVE, PICKLED, MANIFEST, embed_manifest_bytes=most_bytes)
+def made(most_bytes: int, facts: Facts | None = None) -> tuple[Seal, bytes]:
+    return make_metadata(SAVE, PICKLED, MANIFEST, embed_manifest_bytes=most_bytes, facts=facts)
 
 
 @both_layouts
@@ -100,6 +104,151 @@ def test_a_manifest_apart_is_looked_for_in_the_folder_only(store: Store) -> None
     seal, data = make_metadata("/../../x", PICKLED, MANIFEST, embed_manifest_bytes=APART)
     with pytest.raises(CorruptError, match="outside"):
         get_manifest(store, memoryview(data), seal)
+
+
+# --- facts --------------------------------------------------------------------------------
+
+FACTS = Facts(100, "r" * 16, {"loss": 0.1, "a": math.inf, "b": -math.inf, "c": 1e-320})
+
+
+@both_layouts
+def test_facts_come_back_and_the_footer_then_vouches_for_itself(most_bytes: int) -> None:
+    seal, data = made(most_bytes, FACTS)
+    assert seal.facts == FACTS
+    assert read_seal(memoryview(data)) == seal
+    assert b'"seal_crc32c"' in data
+    assert pickle.loads(data) == {"a": 1}
+
+
+def test_a_metric_that_is_no_number_comes_back_as_such() -> None:
+    _, data = made(HERE, Facts(metrics={"loss": math.nan}))
+    assert b'"loss":"nan"' in data
+    found = read_seal(memoryview(data))
+    assert found is not None
+    assert found.facts is not None
+    assert math.isnan(found.facts.metrics["loss"])
+
+
+@both_layouts
+def test_a_footer_without_facts_says_nothing_of_them(most_bytes: int) -> None:
+    assert made(most_bytes, Facts()) == made(most_bytes)
+    assert b"facts" not in made(most_bytes)[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"step": -1}, "no count"),
+        ({"step": True}, "no count"),
+        ({"step": 1.0}, "no count"),
+        ({"run": 7}, "no text"),
+        ({"metrics": {"loss": 1}}, "not a float"),
+        ({"metrics": {"loss": "0.1"}}, "not a float"),
+        ({"metrics": {1: 0.1}}, "not a float"),
+        ({"run": "x" * (16 << 10)}, "is the most"),
+        ({"metrics": {str(n): 0.1 for n in range(4096)}}, "is the most"),
+    ],
+)
+def test_facts_of_other_types_or_too_many_are_refused(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Facts(**fields)
+
+
+def with_fields(data: bytes, start: int, **changes: Any) -> bytes:
+    """Change fields of a footer and make its CRC32C right again."""
+    fields = {**json.loads(data[start:-TAIL_BYTES]), **changes}
+    fields.pop("seal_crc32c", None)
+    fields["seal_crc32c"] = crc32c.crc32c(json.dumps(fields, separators=(",", ":")).encode())
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    return data[:start] + text + struct.pack("<I8s", len(text), b"DCPSSEAL")
+
+
+@both_layouts
+@pytest.mark.parametrize(
+    "facts",
+    [
+        7,
+        [],
+        "step",
+        {"step": -1},
+        {"step": "7"},
+        {"step": 2**63},
+        {"run": 7},
+        {"metrics": 7},
+        {"metrics": [["a", 1.0]] * 2 + ["abc"]},
+        {"metrics": {"a": "NaN"}},
+        {"metrics": {"a": None}},
+        {"metrics": {"a": True}},
+        {"metrics": {"a": [1.0]}},
+        {"metrics": {"a": 10**400 - 1}},
+        {"metrics": {"a" * (17 << 10): 1.0}},
+    ],
+    ids=str,
+)
+def test_facts_that_no_writer_makes_are_corrupt(most_bytes: int, facts: Any) -> None:
+    seal, data = made(most_bytes, FACTS)
+    hostile = with_fields(data, seal.manifest_span.end, facts=facts)
+    with pytest.raises(CorruptError, match="footer of the metadata is damaged"):
+        read_seal(memoryview(hostile))
+
+
+@both_layouts
+def test_fields_of_later_releases_are_passed_over(most_bytes: int) -> None:
+    seal, data = made(most_bytes)
+    later = with_fields(data, seal.manifest_span.end, unheard_of={"a": [1]})
+    assert read_seal(memoryview(later)) == seal
+    seal, data = made(most_bytes, FACTS)
+    later = with_fields(data, seal.manifest_span.end, facts={**FACTS.as_json(), "epoch": 1})
+    assert read_seal(memoryview(later)) == seal
+
+
+@both_layouts
+def test_a_field_that_is_not_known_counts_only_with_a_checksum(most_bytes: int) -> None:
+    """Else a flipped bit in a name would take the field away, the checksum's own too."""
+    seal, data = made(most_bytes)
+    start = seal.manifest_span.end
+    fields = json.loads(data[start:-TAIL_BYTES])
+    fields.pop("seal_crc32c", None)
+    text = json.dumps({**fields, "unheard_of": 1}).encode()
+    data = data[:start] + text + struct.pack("<I8s", len(text), b"DCPSSEAL")
+    with pytest.raises(CorruptError, match="another CRC32C"):
+        read_seal(memoryview(data))
+
+
+@both_layouts
+def test_every_single_bit_of_a_footer_with_facts_is_covered(most_bytes: int) -> None:
+    seal, whole = made(most_bytes, FACTS)
+    for at in range(seal.manifest_span.end, len(whole)):
+        for bit in range(8):
+            data = bytearray(whole)
+            data[at] ^= 1 << bit
+            try:
+                found = read_seal(memoryview(data))
+            except CorruptError:
+                continue
+            # Another way to write the same number ("1E-320") is the same footer.
+            assert found == seal if found is not None else at >= len(whole) - 8
+
+
+@both_layouts
+def test_the_footer_is_read_out_of_the_end_of_an_object(most_bytes: int) -> None:
+    seal, data = made(most_bytes, FACTS)
+    num_bytes = len(data) - seal.manifest_span.end
+    for length in (num_bytes, num_bytes + 1, len(data)):
+        assert read_tail(memoryview(data)[-length:], len(data)) == seal
+    changed = b"A" + data[1:]
+    assert read_tail(memoryview(changed)[-num_bytes:], len(data)) == seal
+
+
+def test_the_end_of_another_object_has_no_footer_or_a_damaged_one() -> None:
+    seal, data = made(HERE, FACTS)
+    num_bytes = len(data) - seal.manifest_span.end
+    assert read_tail(memoryview(data)[-TAIL_BYTES + 1 :], len(data)) is None
+    assert read_tail(memoryview(PICKLED), len(PICKLED)) is None
+    for length, object_bytes in ((num_bytes - 1, len(data)), (num_bytes, len(data) + 1)):
+        with pytest.raises(CorruptError, match="metadata") as caught:
+            read_tail(memoryview(data)[-length:], object_bytes)
+        assert caught.value.end == object_bytes
 
 
 # --- damage -------------------------------------------------------------------------------

@@ -7,19 +7,20 @@ at its STOP opcode::
 
 A manifest that is larger than ``WriteConfig.embed_manifest_bytes`` lies in an object of its
 own, which the seal names; so did every manifest before that knob was there. The seal has the
-CRC32C of the pickle, of the manifest and, where it names no object, of itself. A reader of ours
-never opens the pickle. Names are relative to the checkpoint's folder. See
+CRC32C of the pickle, of the manifest and, where it names no object or holds facts, of itself. A
+reader of ours never opens the pickle. Names are relative to the checkpoint's folder. See
 ``docs/design/001-bucket-layout.md`` and ``docs/design/003-commit-protocol.md``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 from unicodedata import category
@@ -40,6 +41,9 @@ _MANIFEST_KEY = re.compile(r"\.dcpstore-([0-9a-f]{16})")
 _MAGIC = b"DCPSSEAL"
 _TAIL = struct.Struct("<I8s")
 _OWN_CRC = "seal_crc32c"
+_FACTS = "facts"
+_MOST_FACTS_BYTES = 16 << 10
+_NO_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # which JSON has no form for
 
 
 def new_save_id() -> str:
@@ -106,6 +110,75 @@ def check_relative(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What a footer tells of the moment of a save, for whoever chooses among many checkpoints.
+
+    Takes at most 16 KiB as JSON, so that the last 64 KiB of a metadata object hold all of it.
+
+    Attributes:
+        step: Number of completed steps; None if it was not told.
+        run: Id of the run that the save belongs to; None if it belongs to none.
+        metrics: Numbers by name; NaN and infinity too.
+
+    Raises:
+        ValueError: If a field is of another type, or all together are too long.
+    """
+
+    step: int | None = None
+    run: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.step is not None:
+            check_natural(self.step)
+        if self.run is not None and type(self.run) is not str:
+            raise ValueError(f"the run {self.run!r:.60} is no text")
+        for name, value in self.metrics.items():
+            if type(name) is not str or type(value) is not float:
+                raise ValueError(f"the metric {name!r:.60} is {value!r:.60}, not a float")
+        num_bytes = len(_as_text(self.as_json()))
+        if num_bytes > _MOST_FACTS_BYTES:
+            raise ValueError(
+                f"step, run and metrics take {num_bytes} bytes as JSON, and {_MOST_FACTS_BYTES} is"
+                " the most"
+            )
+
+    def __bool__(self) -> bool:
+        return self != Facts()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the form that stands in a footer."""
+        metrics = {
+            name: value if math.isfinite(value) else str(value)
+            for name, value in self.metrics.items()
+        }
+        return {"step": self.step, "run": self.run, "metrics": metrics}
+
+    @staticmethod
+    def of_json(told: Any) -> Facts:
+        """Return what `as_json` made; fields of later releases are passed over.
+
+        Raises:
+            ValueError: If it is anything else.
+            TypeError: Likewise.
+        """
+        metrics = {
+            name: _NO_NUMBERS[value] if value in _NO_NUMBERS else _as_float(value)
+            for name, value in dict(told.get("metrics", {})).items()
+        }
+        return Facts(told.get("step"), told.get("run"), metrics)
+
+
+def _as_float(value: object) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r:.60} is no number")
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError as error:
+        raise ValueError("a number is beyond those of a float") from error
+
+
+@dataclass(frozen=True, slots=True)
 class Seal:
     """The footer of a ``.metadata`` of ours.
 
@@ -116,6 +189,7 @@ class Seal:
         pickle_bytes: Length of the pickle, which comes first.
         pickle_crc32c: Its CRC32C.
         manifest_key: The object that is the manifest; None if it lies behind the pickle.
+        facts: Step, run and metrics; None where none were sealed.
     """
 
     save_id: str
@@ -124,6 +198,7 @@ class Seal:
     pickle_bytes: int
     pickle_crc32c: int
     manifest_key: str | None = None
+    facts: Facts | None = None
 
     def __post_init__(self) -> None:
         for name in ("manifest_bytes", "manifest_crc32c", "pickle_bytes", "pickle_crc32c"):
@@ -144,7 +219,12 @@ class Seal:
 
 
 def make_metadata(
-    save_id: str, pickled: bytes, manifest: bytes, *, embed_manifest_bytes: int
+    save_id: str,
+    pickled: bytes,
+    manifest: bytes,
+    *,
+    embed_manifest_bytes: int,
+    facts: Facts | None = None,
 ) -> tuple[Seal, bytes]:
     """Return the seal of a save and the bytes of its metadata object.
 
@@ -154,6 +234,7 @@ def make_metadata(
         manifest: The encoded manifest. Unless it lies in the bytes that are returned, the
             caller has to put it under ``Seal.manifest_key`` first.
         embed_manifest_bytes: Largest manifest that does.
+        facts: Step, run and metrics, where there are any.
     """
     is_embedded = len(manifest) <= embed_manifest_bytes
     seal = Seal(
@@ -163,13 +244,17 @@ def make_metadata(
         pickle_bytes=len(pickled),
         pickle_crc32c=crc32c.crc32c(pickled),
         manifest_key=None if is_embedded else manifest_key(save_id),
+        facts=facts or None,
     )
-    inside, fields = b"", asdict(seal)
+    told = asdict(replace(seal, facts=None))
+    del told[_FACTS]
     if is_embedded:
-        inside = manifest
-        del fields["manifest_key"]
-        fields[_OWN_CRC] = crc32c.crc32c(_as_text(fields))
-    text = _as_text(fields)
+        del told["manifest_key"]
+    if seal.facts is not None:
+        told[_FACTS] = seal.facts.as_json()
+    if is_embedded or seal.facts is not None:
+        told[_OWN_CRC] = crc32c.crc32c(_as_text(told))
+    text, inside = _as_text(told), manifest if is_embedded else b""
     return seal, b"".join([pickled, inside, text, _TAIL.pack(len(text), _MAGIC)])
 
 
@@ -183,43 +268,65 @@ def read_seal(data: memoryview) -> Seal | None:
     Raises:
         CorruptError: If the footer is there but does not fit the bytes before it.
     """
-    if len(data) < _TAIL.size:
+    seal = read_tail(data, len(data))
+    if seal is None:
         return None
-    num_bytes, magic = _TAIL.unpack(data[-_TAIL.size :])
-    if magic != _MAGIC:
-        return None
-    start = len(data) - _TAIL.size - num_bytes
-    seal = _parse(data, max(start, 0))
-    if seal.manifest_span.end != start:
-        raise CorruptError(
-            f"the metadata was cut short or changed after it was sealed: {start} bytes lie before"
-            f" its footer, which tells of {seal.manifest_span.end}",
-            start=0,
-            end=len(data),
-        )
     _check(data, "pickle", seal.pickle_span, seal.pickle_crc32c)
     if seal.manifest_key is None:
         _check(data, "manifest", seal.manifest_span, seal.manifest_crc32c)
     return seal
 
 
-def _parse(data: memoryview, start: int) -> Seal:
+def read_tail(data: memoryview, object_bytes: int) -> Seal | None:
+    """Return the footer out of the end of a ``.metadata``, or None if there is none.
+
+    The footer's own CRC32C is checked, and that it fits the object's length. Pickle and manifest
+    are not looked at: who reads them compares them as `read_seal` does.
+
+    Args:
+        data: The last bytes of the object, or all of it. 64 KiB hold every footer.
+        object_bytes: Length of the object.
+
+    Raises:
+        CorruptError: If the footer is there but damaged, or does not fit the object.
+    """
+    if len(data) < _TAIL.size:
+        return None
+    num_bytes, magic = _TAIL.unpack(data[-_TAIL.size :])
+    if magic != _MAGIC:
+        return None
+    start = object_bytes - _TAIL.size - num_bytes
+    text = data[max(len(data) - _TAIL.size - num_bytes, 0) : -_TAIL.size]
     try:
-        fields = dict(parse_json(data[start : -_TAIL.size]))
-        own_crc = fields.pop(_OWN_CRC, None)
-        seal = Seal(**fields)
-        if not is_save_id(seal.save_id):
-            raise ValueError(f"the save id {seal.save_id!r:.60} is not 16 hex digits")
-    except (ValueError, TypeError) as error:
+        seal = _parse(text)
+    except (ValueError, TypeError, AttributeError) as error:
         raise CorruptError(
-            f"the footer of the metadata is damaged: {error!r}", start=start, end=len(data)
+            f"the footer of the metadata is damaged: {error!r}",
+            start=max(start, 0),
+            end=object_bytes,
         ) from error
-    if seal.manifest_key is None and own_crc != crc32c.crc32c(_as_text(fields)):
+    if seal.manifest_span.end != start:
         raise CorruptError(
-            "the footer of the metadata is damaged: it has another CRC32C",
-            start=start,
-            end=len(data),
+            f"the metadata was cut short or changed after it was sealed: {start} bytes lie before"
+            f" its footer, which tells of {seal.manifest_span.end}",
+            start=0,
+            end=object_bytes,
         )
+    return seal
+
+
+def _parse(text: memoryview) -> Seal:
+    told = dict(parse_json(text))
+    own_crc = told.pop(_OWN_CRC, None)
+    names = [one.name for one in fields(Seal) if one.name != _FACTS]
+    facts = Facts.of_json(told[_FACTS]) if _FACTS in told else None
+    seal = Seal(**{name: told[name] for name in names if name in told}, facts=facts)
+    if not is_save_id(seal.save_id):
+        raise ValueError(f"the save id {seal.save_id!r:.60} is not 16 hex digits")
+    # A name that is not known may be that of the CRC32C, with a bit flipped.
+    has_crc = seal.manifest_key is None or own_crc is not None or not told.keys() <= {*names}
+    if has_crc and own_crc != crc32c.crc32c(_as_text(told)):
+        raise ValueError("it has another CRC32C")
     return seal
 
 

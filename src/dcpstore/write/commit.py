@@ -42,7 +42,7 @@ from dcpstore.errors import (
     StoreError,
 )
 from dcpstore.format.manifest import decode
-from dcpstore.format.seal import Seal, get_manifest, make_metadata, read_seal, save_id_of
+from dcpstore.format.seal import Facts, Seal, get_manifest, make_metadata, read_seal, save_id_of
 from dcpstore.store.base import IfMatch, PutMode, Store
 
 
@@ -338,7 +338,9 @@ class Sealer(ConditionalPut):
     made: frozenset[str] = frozenset()
     """Keys that `put_sealed` may have put beside the metadata."""
 
-    def put_sealed(self, save_id: str, pickled: bytes, manifest: bytes) -> None:
+    def put_sealed(
+        self, save_id: str, pickled: bytes, manifest: bytes, facts: Facts | None = None
+    ) -> None:
         """Put manifest and metadata, and return once the checkpoint exists.
 
         If it raises, `proof` tells whether the objects of this save may be deleted.
@@ -350,7 +352,9 @@ class Sealer(ConditionalPut):
             CommitUnknownError: If it could not be found out whether it was sealed.
         """
         most_bytes = self._config.embed_manifest_bytes
-        seal, data = make_metadata(save_id, pickled, manifest, embed_manifest_bytes=most_bytes)
+        seal, data = make_metadata(
+            save_id, pickled, manifest, embed_manifest_bytes=most_bytes, facts=facts
+        )
         self._save_id = save_id
         if seal.manifest_key is not None:
             self.made = frozenset([seal.manifest_key])

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder, InFolder
 from dcpstore.text import collector_paused
 from dcpstore.torch_private import dcp_format_version
+from dcpstore.write.attached import Attached, attach, merge, take_out
 from dcpstore.write.commit import (
     Found,
     Proof,
@@ -133,7 +135,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         ConfigError: If the URL or an option cannot be honoured.
     """
 
-    _pickled = ("_config", "_folder", "_overwrite", "_extensions", "_sleep", "_clock")
+    _pickled = ("_config", "_folder", "_overwrite", "_extensions", "_sleep", "_clock", "_attached")
     _meter: Meter | None = None
 
     def __init__(
@@ -155,6 +157,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._extensions = tuple(extensions)
         self._sleep = sleep
         self._clock = clock
+        self._attached = Attached()  # to the next save; kept across reset and pickling
         self._begin()
 
     def __repr__(self) -> str:
@@ -170,12 +173,42 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._found: Found | None = None
         self._keys: list[str] = []
         self._is_seal_begun = False
+        self._sealing = Attached()  # with this save
         self.last_write: WriteStats | None = None
         """What the last `write_data` of this rank did; None before it."""
 
     def watch(self, meter: Meter | None) -> None:
         """Tell a meter of the bytes of coming saves; None for nobody."""
         self._meter = meter
+
+    def attach(
+        self,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
+        step: int | None = None,
+        run: str | None = None,
+    ) -> None:
+        """Seal more than tensors with the next save; replaces what was attached to it before.
+
+        Any rank may attach. Where ranks give different values under one name, the coordinator's
+        counts, then that of the lowest rank.
+
+        Args:
+            metrics: Numbers by name, NaN and infinity too. With step and run at most 16 KiB.
+            user_metadata: What JSON can say, at most 256 KiB.
+            step: Number of completed steps.
+            run: Id of the run that the save belongs to.
+
+        Raises:
+            ConfigError: If something is of the wrong type or too large.
+        """
+        self._attached = attach(metrics=metrics, user_metadata=user_metadata, step=step, run=run)
+
+    @property
+    def has_attached(self) -> bool:
+        """Whether something is to be sealed with the next save."""
+        return bool(self._attached)
 
     def storage_meta(self) -> StorageMeta:
         """Return the URL and the id of the coming save."""
@@ -193,6 +226,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
+        self._sealing, self._attached = self._attached, Attached()
         if is_coordinator or not self._use_collectives:
             store = self._folder.open()
             self._probe = BackgroundProbe(store, self._metadata_key, overwrite=self._overwrite)
@@ -251,6 +285,9 @@ class ObjectStoreWriter(InFolder, StorageWriter):
             raise
         self._keys = job.keys
         self.last_write = job.stats
+        if self._sealing:
+            leads = self._is_coordinator
+            results.append(replace(self._sealing, is_coordinator=leads).as_result())
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -276,10 +313,11 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         made = _keys_of(results)
         try:
             with collector_paused():
-                flat = [result for rank_results in results for result in rank_results]
-                pickled, manifest = self._describe(metadata, flat)
+                written, given = take_out(chain.from_iterable(results))
+                attached = merge(given)
+                pickled, manifest = self._describe(metadata, written, attached)
             self._is_seal_begun = True
-            sealer.put_sealed(self._save_id, pickled, manifest)
+            sealer.put_sealed(self._save_id, pickled, manifest, attached.facts)
         except BaseException:
             if sealer.proof is not None:
                 sweep(store, {*made, *sealer.made}, sealer.proof, why="this failed save")
@@ -354,7 +392,9 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         doomed, self._keys = self._keys, []
         return sweep(store, doomed, proof, why="a failed save")
 
-    def _describe(self, metadata: Metadata, results: Sequence[WriteResult]) -> tuple[bytes, bytes]:
+    def _describe(
+        self, metadata: Metadata, results: Sequence[WriteResult], attached: Attached
+    ) -> tuple[bytes, bytes]:
         """Return the pickled metadata and the encoded manifest; ``metadata`` is completed."""
         by_index = _merge(results)
         by_id = {item_id(index): written for index, written in by_index.items()}
@@ -376,6 +416,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
                 "ranks_metadata": self._metadata_key,
+                **({"user_metadata": attached.user_metadata} if attached.user_metadata else {}),
             },
         )
         return pickle.dumps(metadata), encode(manifest)
@@ -388,7 +429,8 @@ class _RankNumber:
 
 def _keys_of(results: Sequence[Sequence[WriteResult]]) -> set[str]:
     """Return the keys of all data objects that ranks wrote."""
-    return {one.storage_data.object.key for rank_results in results for one in rank_results}
+    written, _ = take_out(chain.from_iterable(results))
+    return {one.storage_data.object.key for one in written}
 
 
 def _merge(results: Sequence[WriteResult]) -> dict[MetadataIndex, Written]:
