@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from dcpstore.plan import LoadPlanner, SavePlanner
     from dcpstore.plan.load import DynamicMetaLoadPlanner
+    from dcpstore.read.attachments import read_attachment
     from dcpstore.read.checkpoint import Checkpoint, open_checkpoint, read_tensor
     from dcpstore.read.reader import ObjectStoreReader
     from dcpstore.read.torch_save import BroadcastingTorchSaveReader
@@ -72,6 +73,7 @@ __all__ = [
     "load_sharded_optimizer_state_dict",
     "optimizer_state",
     "open_checkpoint",
+    "read_attachment",
     "read_tensor",
     "restore_optimizer",
     "save",
@@ -94,6 +96,7 @@ _LAZY = {
     "optimizer_state": "dcpstore.optimizer",
     "restore_optimizer": "dcpstore.optimizer",
     "open_checkpoint": "dcpstore.read.checkpoint",
+    "read_attachment": "dcpstore.read.attachments",
     "read_tensor": "dcpstore.read.checkpoint",
     "save": "dcpstore.saving",
 }

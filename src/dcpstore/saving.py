@@ -30,7 +30,7 @@ from dcpstore.ranks.agreement import Ranks, call_set_up, choose_storage, is_stat
 from dcpstore.ranks.transport import BoardLostError
 from dcpstore.report import Meter, Phases, ProgressCallback, SaveResult, show_progress
 from dcpstore.text import collector_paused
-from dcpstore.write.attached import take_out
+from dcpstore.write.attached import Attachment, take_out
 from dcpstore.write.exchange import AgreedPlan, agree_on_save_plan
 from dcpstore.write.job import WriteStats
 from dcpstore.write.writer import ObjectStoreWriter
@@ -52,6 +52,7 @@ def save(
     coordinator_rank: int = 0,
     deadline_s: float = 1800.0,
     progress: ProgressCallback | bool | None = None,
+    attachments: Mapping[str, Attachment] | None = None,
     metrics: Mapping[str, float] | None = None,
     user_metadata: Mapping[str, Any] | None = None,
     facts: Facts | None = None,
@@ -78,6 +79,7 @@ def save(
         coordinator_rank: Rank of the group that plans and seals.
         deadline_s: Most seconds that one step (planning, writing) may take.
         progress: As for `dcpstore.load`.
+        attachments: Files to be sealed with the tensors; see `ObjectStoreWriter.attach`.
         metrics: Numbers to be sealed with the tensors; see `ObjectStoreWriter.attach`.
         user_metadata: What JSON can say, to be sealed with them.
         facts: Step and run, to be sealed with them; metrics that are given add to its own.
@@ -93,6 +95,7 @@ def save(
         writer = choose_storage("save", url, storage_writer, ObjectStoreWriter, options)
         known = facts or Facts()
         attached = {
+            "attachments": attachments,
             "metrics": {**known.metrics, **(metrics or {})},
             "user_metadata": user_metadata,
             "step": known.step,
@@ -236,7 +239,7 @@ class _SaveJob:
             num_items=len(written),
             num_objects=sum(one.num_objects for one in stats),
             num_requests=sum(one.num_requests for one in stats),
-            stored_bytes=sum(one.size_in_bytes for one in written),
+            stored_bytes=sum(one.size_in_bytes for one in chain.from_iterable(results)),
             peak_bytes=max(one.peak_bytes for one in stats),
             plan_bytes=agreed.sent_bytes,
             is_plan_cached=agreed.is_cached,

@@ -39,7 +39,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from math import prod
 from typing import Any, Protocol
 
@@ -81,6 +80,7 @@ from dcpstore.store.base import ByteRange, Store, server_copier
 from dcpstore.store.budget import bytes_in_flight
 from dcpstore.store.folder import Folder
 from dcpstore.store.ranges import cut, join
+from dcpstore.write.attached import Attached
 from dcpstore.write.commit import Proof, probe, sweep
 from dcpstore.write.job import Written
 from dcpstore.write.writer import ObjectStoreWriter
@@ -496,10 +496,12 @@ class MirrorOfOurs:
         self._writer.await_probe()
         # It was within the limit of the checkpoint's own config when that was opened.
         manifest = self._checkpoint.discovered.decode_manifest(sys.maxsize)
-        items = _by_object(manifest.items.values())
+        items: dict[str, list[StoredItem]] = {}
         ends: dict[str, int] = {}
-        for form in chain.from_iterable(one.forms for one in manifest.items.values()):
+        for _, form in manifest.stored:
             ends[form.key] = max(ends.get(form.key, 0), form.record.end)
+            if form.checksums is not None:
+                items.setdefault(form.key, []).append(form)
         objects = sorted(manifest.objects, key=lambda stored: stored.key)
         self._new_keys = _fresh_names([stored.key for stored in objects], save_id)
         return [
@@ -522,7 +524,17 @@ class MirrorOfOurs:
             moved = item.moved(self._new_keys)
             written = Written(moved, stored[moved.key])
             results.append(WriteResult(index, item.record.num_bytes, written))
-        self._writer.finish(replace(self._checkpoint.metadata), [results])
+        attached = {}
+        for name, item in self._checkpoint.attached_items.items():
+            moved = item.moved(self._new_keys)
+            attached[name] = Written(moved, stored[moved.key])
+        told = Attached(
+            self._checkpoint.facts,
+            self._checkpoint.user_metadata,
+            attached,
+            tuple(stored.values()) if attached else (),
+        )
+        self._writer.finish(replace(self._checkpoint.metadata), [[*results, told.as_result()]])
 
 
 def _size_of(source: Store, key: str, end: int) -> int:
@@ -636,15 +648,6 @@ def _sealed_by_another(error: BaseException, group: RankGroup) -> bool:
     if not isinstance(error, RankFailures) or error.step != _STEP_SEAL:
         return False
     return isinstance(error.exceptions.get(group.coordinator), AlreadyExistsError)
-
-
-def _by_object(items: Iterable[StoredItem]) -> dict[str, list[StoredItem]]:
-    """Return the items that have checksums, by their object."""
-    found: dict[str, list[StoredItem]] = {}
-    for item in chain.from_iterable(one.forms for one in items):
-        if item.checksums is not None:
-            found.setdefault(item.key, []).append(item)
-    return found
 
 
 def _fresh_names(names: Sequence[str], save_id: str) -> dict[str, str]:
