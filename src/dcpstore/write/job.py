@@ -262,7 +262,8 @@ class WriteJob:
             name = names[max(largest, key=sizes.__getitem__)]
             raise ConfigError(
                 f"{name!r} cannot be saved at {self._store.url}: {error.message}; or save it in"
-                " chunks, with dcpstore.SavePlanner(max_item_bytes=...) or in shards"
+                " chunks: a tensor with dcpstore.SavePlanner(max_item_bytes=...) or in shards, an"
+                " attachment as several"
             ) from error
         return part_bytes
 
