@@ -154,7 +154,6 @@ class _SaveJob:
 
     @collector_paused()
     def _plan(self, state_dict: Mapping[str, Any]) -> SavePlan:
-        self._attach()
         state = {
             key: value.state_dict() if is_stateful(value) else value
             for key, value in state_dict.items()
@@ -166,6 +165,7 @@ class _SaveJob:
             storage_meta=self._writer.storage_meta(),
             is_coordinator=is_coordinator,
         )
+        self._attach()  # right before the writer takes it, so that no failure keeps it there
         call_set_up(
             self._writer.set_up_storage_writer,
             is_coordinator,

@@ -165,6 +165,33 @@ def test_what_is_given_twice_or_to_a_foreign_writer_is_refused(tmp_path: Any) ->
         dcpstore.save(STATE, storage_writer=foreign, metrics={"loss": 1.0})
 
 
+class FailsOnce:
+    """A part of a state that cannot be saved the first time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        if self.calls == 1:
+            raise RuntimeError("not yet")
+        return {"w": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_a_save_that_failed_leaves_nothing_attached_to_a_writer_of_the_callers(
+    tmp_path: Path,
+) -> None:
+    writer, state = ObjectStoreWriter(tmp_path), {"model": FailsOnce()}
+    with pytest.raises(RuntimeError, match="not yet"):
+        dcpstore.save(state, storage_writer=writer, metrics={"loss": 1.0})
+    assert not writer.has_attached
+    dcpstore.save(state, storage_writer=writer, metrics={"loss": 2.0})
+    assert facts_at(str(tmp_path)) == Facts(metrics={"loss": 2.0})
+
+
 def test_stock_dcp_loads_a_checkpoint_with_facts(tmp_path: Any) -> None:
     dcpstore.save(STATE, tmp_path, metrics={"loss": 1.0}, user_metadata={"a": 1})
     state = {"model": {"w": torch.zeros(6)}, "step": 0}
@@ -260,8 +287,7 @@ def test_small_attachments_cost_a_save_and_a_read_no_request() -> None:
             assert sum(store.counts.values()) == before + 1
             assert dcpstore.read_attachment("memory://ignored", "b", **opener) == b"y" * 3000
             assert sum(store.counts.values()) == before + 3
-    assert counts[0] == {"get": 1, "put": 2}
-    assert counts[1] == {"get": 3, "put": 2, "get_range": 1}  # with the two reads above
+    assert counts == [{"get": 1, "put": 2}] * 2
 
 
 @pytest.mark.parametrize("reader", ["stock", "ours"])
