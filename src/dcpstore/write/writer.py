@@ -201,8 +201,9 @@ class ObjectStoreWriter(InFolder, StorageWriter):
     ) -> None:
         """Seal more than tensors with the next save; replaces what was attached to it before.
 
-        Any rank may attach. Where ranks give different metrics or metadata under one name, the
-        coordinator's count, then those of the lowest rank.
+        Not while a save of this writer runs, as in the background of ``dcp.async_save``, which
+        may not have taken what was attached to it. Any rank may attach. Where ranks give different
+        metrics or metadata under one name, the coordinator's count, then those of the lowest rank.
 
         Args:
             attachments: Bytes, which are taken as they are now, or local files by their
