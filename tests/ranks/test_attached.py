@@ -116,6 +116,8 @@ def test_the_coordinators_value_counts_and_then_the_lowest_ranks() -> None:
         ({"metrics": {str(n): 0.1 for n in range(4096)}}, "is the most"),
         ({"user_metadata": {"a": math.nan}}, "JSON"),
         ({"user_metadata": {"a": torch.zeros(1)}}, "JSON"),
+        ({"user_metadata": {"a": {1: 2}}}, "the key 1 is a int"),
+        ({"user_metadata": {"a": 10**500}}, "digits"),
         ({"user_metadata": {"a": "x" * (256 << 10)}}, "make it an attachment"),
         ({"user_metadata": {"a": eval("[" * 80 + "]" * 80)}}, "64 levels"),
     ],

@@ -51,6 +51,7 @@ from dcpstore.read.safetensors import (
     read_header,
 )
 from dcpstore.store.base import ByteRange, ObjectInfo, Store
+from dcpstore.store.ranges import join
 from dcpstore.text import count_text, size_text
 
 
@@ -302,6 +303,10 @@ class SealedContents:
                 yield Finding("resized", message, key, span=extra)
             else:
                 self._unclaimed_bytes += extra.num_bytes
+        elif expected is not None:
+            # Such as an attachment that another rank's of the same name stands for.
+            claimed = join(item.record for _, item in items)
+            self._unclaimed_bytes += size_bytes - sum(span.num_bytes for span in claimed)
         self._note_marks(key, inventory)
 
     def _note_marks(self, key: str, inventory: Inventory) -> None:

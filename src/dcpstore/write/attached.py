@@ -206,7 +206,8 @@ def _as_metric(name: object, value: object) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise ValueError(f"{name!r:.60} is a {type(value).__name__}, not a number")
     try:
-        return float(value)
+        # Torch warns of a number that still has a gradient.
+        return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{name!r:.60} is no single number: {error}") from error
 
@@ -218,6 +219,7 @@ def _as_json(user_metadata: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: If it says more than JSON can, or more than a reader of ours takes.
     """
     try:
+        _check_json(dict(user_metadata), 0)
         text = json.dumps(dict(user_metadata), allow_nan=False)
         if len(text) > _MOST_JSON_BYTES:
             raise ValueError(
@@ -225,17 +227,23 @@ def _as_json(user_metadata: Mapping[str, Any]) -> dict[str, Any]:
                 " attachment"
             )
         copied: dict[str, Any] = parse_json(text)
-        if _num_levels(copied) > _MOST_LEVELS:
-            raise ValueError(f"it is nested in more than {_MOST_LEVELS} levels")
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"user_metadata must be what JSON can say (text, finite numbers, lists, dicts with"
+            "user_metadata must be what JSON can say (text, finite numbers, lists, dicts with"
             f" keys of text, True, False, None): {error}"
         ) from error
     return copied
 
 
-def _num_levels(value: object) -> int:
+def _check_json(value: object, level: int) -> None:
+    """Refuse keys that JSON would turn into text, and what a reader may not be able to open."""
+    if level > _MOST_LEVELS:
+        raise ValueError(f"it is nested in more than {_MOST_LEVELS} levels")
     if isinstance(value, dict):
-        value = [*value.values()]
-    return 1 + max(map(_num_levels, value), default=0) if isinstance(value, list) else 0
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r:.60} is a {type(key).__name__}")
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            _check_json(one, level + 1)

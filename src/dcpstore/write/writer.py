@@ -204,7 +204,10 @@ class ObjectStoreWriter(InFolder, StorageWriter):
     ) -> None:
         """Seal more than tensors with the next save; replaces what was attached to it before.
 
-        Any rank may attach. Where ranks give different metrics or metadata under one name, the
+        Not while a save of this writer runs, as in the background of ``dcp.async_save``, which
+        may not have taken what was attached to it; and again before each save that runs in
+        another process, since this writer does not hear that its copy there has taken it. Any
+        rank may attach. Where ranks give different metrics or metadata under one name, the
         coordinator's count, then those of the lowest rank.
 
         Args:
