@@ -17,7 +17,8 @@ from tier_cluster import READ, WRITE, Cluster, load
 import dcpstore
 from dcpstore import CheckpointError, CorruptError, RankFailures, WriteConfig
 from dcpstore.format.seal import Seal
-from dcpstore.manager.tiers import Choice, retire_local, spread_seal
+from dcpstore.manager.choice import Choice
+from dcpstore.manager.tiers import retire_local, spread_seal
 from dcpstore.ranks import RankGroup
 from dcpstore.store import Store, open_store
 from dcpstore.store.folder import Folder

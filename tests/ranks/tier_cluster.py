@@ -10,7 +10,8 @@ from parts import assert_state, state_of, wiped
 
 import dcpstore
 from dcpstore import ReadConfig, WriteConfig
-from dcpstore.manager.tiers import Choice, choose, copy_up, spread_seal
+from dcpstore.manager.choice import Choice, choose
+from dcpstore.manager.tiers import copy_up, spread_seal
 from dcpstore.ranks import RankGroup
 from dcpstore.store import Store, open_store
 from dcpstore.store.folder import Folder

@@ -254,6 +254,14 @@ def test_ranks_that_can_read_an_object_take_turns_to_fetch_of_it_for_the_others(
     assert Counter(bundle.fetcher for bundle in done.bundles) == {0: 4, 1: 4}
 
 
+def test_ranks_that_are_sent_different_objects_of_a_disk_do_not_wait_for_each_other() -> None:
+    units = [rows(), *(rows(*((r, n * 10, n * 10 + 10) for n in range(20))) for r in range(3))]
+    bounds = {"request_bytes": 10, "join_gap_bytes": 0, "wave_bytes": 100}
+    readers = dict.fromkeys(range(3), (0, 4, 5))
+    done = plan_sharing([*units, rows(), rows()], **bounds, readers=readers)
+    assert done.num_waves == 2
+
+
 def test_planning_for_many_ranks_and_bundles_is_quick_enough() -> None:
     units = [
         rows(*((0, (n * 256 + rank) * MIB, (n * 256 + rank + 1) * MIB) for n in range(64)))

@@ -220,7 +220,7 @@ def _choose_fetchers(
             continue
         members = np.asarray(draft.able)
         draft.fetcher = int(members[np.argmin(loads[members])])
-        draft.ranks = tuple({draft.fetcher, *wanting})
+        draft.ranks = tuple(sorted({draft.fetcher, *wanting}))
         loads[draft.fetcher] += draft.range.num_bytes
         chosen.append(draft)
     return chosen
@@ -279,17 +279,15 @@ def _number_waves(
 ) -> list[tuple[int, _Draft]]:
     """Put each bundle into the first wave in which all its ranks have room for it.
 
-    Bundles that the same ranks can fetch stay in order. One that is larger than a wave gets one
-    alone.
+    Bundles of the same ranks stay in order. One that is larger than a wave gets one alone.
     """
     held: list[npt.NDArray[np.int64]] = []  # per wave: bytes per rank
-    first_wave: dict[tuple[tuple[int, ...], bool], int] = {}
+    first_wave: dict[tuple[int, ...], int] = {}
     numbered = []
     for draft in drafts:
         members = np.asarray(draft.ranks)
         num_bytes = draft.range.num_bytes
-        family = draft.able, draft.is_bound
-        wave = first_wave.get(family, 0)
+        wave = first_wave.get(draft.ranks, 0)
         while wave < len(held):
             fullest = int(held[wave][members].max())
             if fullest == 0 or fullest + num_bytes <= wave_bytes:
@@ -298,7 +296,7 @@ def _number_waves(
         else:
             held.append(np.zeros(num_ranks, dtype=np.int64))
         held[wave][members] += num_bytes
-        first_wave[family] = wave
+        first_wave[draft.ranks] = wave
         numbered.append((wave, draft))
     return sorted(numbered, key=lambda one: one[0])
 
