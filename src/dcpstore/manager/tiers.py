@@ -178,7 +178,7 @@ class _Upload:
         """Open the step, look at the target, and say what to copy."""
         found = discover(self._source.open(), self._config)
         checkpoint = Checkpoint(self._source, found, self._config)
-        self._mirror = MirrorOfOurs(checkpoint, self._writer)
+        self._mirror = MirrorOfOurs(checkpoint, self._writer, checks_sizes=False)
         return self._mirror.plan()
 
     def seal(self, stored: Mapping[str, DataObject]) -> None:

@@ -479,13 +479,18 @@ class MirrorOfOurs:
     Args:
         checkpoint: The source.
         writer: Of the target.
+        checks_sizes: Whether to look the sizes of objects up that no record vouches for; False if
+            those who copy compare them.
     """
 
     has_fresh_names = True
 
-    def __init__(self, checkpoint: Checkpoint, writer: ObjectStoreWriter) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, writer: ObjectStoreWriter, *, checks_sizes: bool = True
+    ) -> None:
         self._checkpoint = checkpoint
         self._writer = writer
+        self._checks_sizes = checks_sizes
         self._new_keys: dict[str, str] = {}
 
     def plan(self) -> list[CopyTask]:
@@ -511,7 +516,7 @@ class MirrorOfOurs:
                 self._new_keys[stored.key],
                 # No record vouches for the size of an object that is longer than its records.
                 stored.size_bytes
-                if stored.size_bytes == ends.get(stored.key)
+                if stored.size_bytes == ends.get(stored.key) or not self._checks_sizes
                 else _size_of(self._checkpoint.store, stored.key, stored.size_bytes),
                 tuple(items.get(stored.key, ())),
             )
