@@ -13,7 +13,7 @@ from tier_cluster import Cluster
 
 from dcpstore import RankFailures
 from dcpstore.manager.tiers import spread_seal
-from dcpstore.ranks import open_group
+from dcpstore.ranks import RankGroup, open_group
 from dcpstore.store import Store, open_store
 from dcpstore.store.retry import Call, WrappedStore
 from faults.processes import exit_codes
@@ -41,26 +41,29 @@ def die() -> None:
 
 def train(rank: int, root: Path, dies: str, dying: tuple[int, ...]) -> None:
     """Save and copy step 10, then step 20, on which some ranks die."""
-    cluster = Cluster(root)
     with open_group(deadline_s=60) as group:
-        for step in (10, 20):
-            is_last = step == 20 and rank in dying
-            cluster.save_as(group, step, state_of)
-            if is_last and dies == "before the spread":
+        try:
+            for step in (10, 20):
+                save_and_copy(group, root, step, dies if step == 20 and rank in dying else "")
+        except RankFailures:
+            if rank in dying:  # another one was faster
                 die()
-            spread_seal(group, cluster.disk(rank).below(f"step-{step}"))
-            if is_last and dies == "before the copy":
-                die()
-            if is_last and dies == "in the copy":
-                cluster = Cluster(root)
-                cluster.opener = open_deadly
-            if step == 20:
-                group.deadline_s = 4
-            try:
-                cluster.copy_as(group, step)
-            except RankFailures:
-                assert step == 20
-                (root / f"survived-{rank}").touch()
+            (root / f"survived-{rank}").touch()
+
+
+def save_and_copy(group: RankGroup, root: Path, step: int, dies: str) -> None:
+    cluster = Cluster(root)
+    cluster.save_as(group, step, state_of)
+    if dies == "before the spread":
+        die()
+    spread_seal(group, cluster.disk(group.rank).below(f"step-{step}"))
+    if dies == "before the copy":
+        die()
+    if dies == "in the copy":
+        cluster.opener = open_deadly
+    if step == 20:
+        group.deadline_s = 4
+    cluster.copy_as(group, step)
 
 
 @pytest.mark.parametrize(
