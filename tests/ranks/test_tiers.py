@@ -501,6 +501,17 @@ def test_what_dead_saves_and_half_deleted_steps_left_goes_and_what_may_be_saved_
     assert steps_on(cluster.node(0)) == ["step-20", "step-30", "step-50"]
 
 
+def test_unfinished_files_of_a_killed_save_go(cluster: Cluster):
+    for step in (10, 20):
+        cluster.save(2, step)
+    names = ["step-10/.dcpstore-tmp-1", "step-5/__0_0.0123456789abcdef.distcp#1"]
+    for name in names:
+        (cluster.node(0) / name).parent.mkdir(exist_ok=True)
+        (cluster.node(0) / name).write_bytes(b"half")
+    assert retire_local(cluster.disk(0), 20, 1) == [5, 10]
+    assert steps_on(cluster.node(0)) == ["step-20"]
+
+
 def test_files_of_others_stay(cluster: Cluster):
     for step in (10, 20):
         cluster.save(2, step)

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 def listed_steps(store: Store) -> Iterator[tuple[str, int, ObjectInfo]]:

@@ -15,6 +15,7 @@ A step comes and goes in this order; see ``docs/design/016-two-tiers.md``:
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,6 +44,9 @@ from dcpstore.write.writer import ObjectStoreWriter
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+# What a save that was killed leaves of a file: ours, and obstore's.
+_UNFINISHED = re.compile(r"\.dcpstore-tmp-.*|(__|\.).*#\d+", re.DOTALL)
 
 
 # --- after a save ---------------------------------------------------------------------------
@@ -233,13 +237,22 @@ def retire_local(
         The steps that were deleted. A refusal is a warning.
     """
     store = local.open()
-    keys: dict[int, list[str]] = {}
+    keys: dict[int, list[str]] = {number: [] for number in _folders_of(local)}
     for _, number, info in listed_steps(store):
         keys.setdefault(number, []).append(info.key)
     sealed = [one for one in keys if f"step-{one}/{METADATA_KEY}" in keys[one] and one <= newest]
     stay = {*sorted(sealed)[-num_kept:], *needed} if num_kept else set(needed)
     doomed = [one for one in keys if one < newest and one not in stay]
     return [one for one in sorted(doomed) if _retire(local, f"step-{one}", keys[one])]
+
+
+def _folders_of(local: Folder) -> list[int]:
+    """Return the steps that have a folder, which no listing shows if it holds no whole file."""
+    place = parse_location(local.url)
+    if place.scheme != "file":
+        return []
+    names = [path.name.removeprefix("step-") for path in Path(place.prefix).glob("step-*")]
+    return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
 
 
 def _retire(local: Folder, name: str, keys: Sequence[str]) -> bool:
@@ -254,6 +267,10 @@ def _retire(local: Folder, name: str, keys: Sequence[str]) -> bool:
     refused = sweep(store, objects, Proof.RETIRED, why="a retired step")
     place = parse_location(local.url)
     if place.scheme == "file":
+        folder = Path(place.prefix, name)
         with suppress(OSError):  # it holds something else, or another rank was faster
-            Path(place.prefix, name).rmdir()
+            for path in folder.iterdir():
+                if _UNFINISHED.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+            folder.rmdir()
     return not refused

@@ -141,7 +141,7 @@ class Proof(Enum):
     REFUSED = "every such put was refused, and a later read shows that none took effect"
     SUPERSEDED = "something else is there now, which the store does not let a late put replace"
     REPLACED = "what referred to them was replaced by what does not"
-    RETIRED = "what referred to them was deleted before them"
+    RETIRED = "the checkpoint that they belong to was removed, its metadata first"
 
 
 class _Seen(Enum):
