@@ -17,7 +17,7 @@ from tier_cluster import READ, WRITE, Cluster, load
 import dcpstore
 from dcpstore import CheckpointError, CorruptError, RankFailures, WriteConfig
 from dcpstore.format.seal import Seal
-from dcpstore.manager.choice import Choice
+from dcpstore.manager.choice import Choice, read_attached
 from dcpstore.manager.tiers import retire_local, spread_seal
 from dcpstore.ranks import RankGroup
 from dcpstore.store import Store, open_store
@@ -373,6 +373,62 @@ def test_damaged_objects_without_a_copy_are_corrupt(cluster: Cluster):
     for error in run.errors.values():
         assert isinstance(error, RankFailures)
         assert any(isinstance(one, CorruptError) for one in error.exceptions.values())
+
+
+# --- attachments ----------------------------------------------------------------------------
+
+
+def file_of(rank: int) -> bytes:
+    return bytes([rank]) * (100 if rank else 20_000)  # rank 0's is no part of the manifest
+
+
+def save_with_files(cluster: Cluster, step: int) -> None:
+    def work(group: RankGroup) -> None:
+        files = {"rng-{rank}": file_of(group.rank), "common": b"same"}
+        cluster.save_as(group, step, state_of, attachments=files)
+        spread_seal(group, cluster.disk(group.rank).below(f"step-{step}"))
+
+    run_ranks(4, work).values()
+
+
+def read_files(cluster: Cluster, size: int = 4) -> None:
+    """Each rank reads the next one's file, one that all want, and one that nobody saved."""
+
+    def check(group: RankGroup, choice: Choice) -> Any:
+        wanted = (group.rank + 1) % 4
+        found = read_attached(group, choice, [f"rng-{wanted}", "common", "none"])
+        assert found == {f"rng-{wanted}": file_of(wanted), "common": b"same"}
+
+    cluster.restore(size, check)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_attachments_come_from_the_disk_that_holds_them(cluster: Cluster, size: int):
+    save_with_files(cluster, 10)
+    read_files(cluster, size)
+    assert cluster.fetched_bytes() == 0
+
+
+def test_attachments_of_a_damaged_or_lost_disk_come_from_the_bucket(cluster: Cluster, caplog):
+    save_with_files(cluster, 10)
+    cluster.copy(4, 10).values()
+    objects = objects_on(cluster.node(0), 10)
+    (large,) = [path for path in objects if file_of(0) in path.read_bytes()]
+    flip_a_byte_of_each([large])
+    with caplog.at_level(logging.WARNING):
+        read_files(cluster)
+    assert "is read from" in caplog.text
+    assert cluster.fetched_bytes() >= len(file_of(0))
+    for node in range(2):
+        shutil.rmtree(cluster.node(node))
+        read_files(cluster)
+
+
+def test_a_damaged_attachment_without_a_copy_is_corrupt(cluster: Cluster):
+    save_with_files(cluster, 10)
+    flip_a_byte_of_each(objects_on(cluster.node(0), 10))
+    with pytest.raises(RankFailures, match="CRC32C"):
+        read_files(cluster)
 
 
 # --- to the bucket --------------------------------------------------------------------------

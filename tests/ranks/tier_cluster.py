@@ -77,12 +77,18 @@ class Cluster:
         run_ranks(size, work, coordinator=coordinator).values()
 
     def save_as(
-        self, group: RankGroup, step: int, make: StateMaker, config: WriteConfig = WRITE
+        self,
+        group: RankGroup,
+        step: int,
+        make: StateMaker,
+        config: WriteConfig = WRITE,
+        **sealed: Any,
     ) -> None:
         """Save as one rank to its own disk."""
         url = self.disk(group.rank).below(f"step-{step}").url
         state = make(group.rank, group.size)
-        dcpstore.save(state, url, process_group=group, config=config, overwrite=True)
+        options = {"process_group": group, "config": config, "overwrite": True}
+        dcpstore.save(state, url, **options, **sealed)
 
     def copy(self, size: int, step: int, **options: Any) -> RankRun[Any]:
         return run_ranks(size, lambda group: self.copy_as(group, step, **options))

@@ -19,12 +19,12 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import TypeVar
 
 import numpy as np
@@ -32,9 +32,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpstore.config import ReadConfig
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError, StoreError
-from dcpstore.format.manifest import DataObject, ItemId, Manifest, StoredItem
+from dcpstore.format.manifest import DataObject, StoredItem
 from dcpstore.format.seal import METADATA_KEY, Seal, read_seal
 from dcpstore.ranks import RankGroup, steps
+from dcpstore.read.attachments import fetches, read_whole
 from dcpstore.read.discovery import Discovered, discover
 from dcpstore.read.reader import ObjectStoreReader
 from dcpstore.store.base import Destination, FillsMemory, ObjectInfo, Store
@@ -308,8 +309,8 @@ class _Reach:
 def _copies_in(bucket: Folder, found: Discovered, config: ReadConfig) -> Mapping[str, str]:
     """Return the key in the bucket of every object of a step; none if it is not copied there.
 
-    What lies there is a copy if it has the same items at the same places in its objects, with
-    the same checksums, under whatever names.
+    What lies there is a copy if it has the same items and attachments at the same places in its
+    objects, with the same checksums, under whatever names.
 
     Args:
         bucket: The step's folder there.
@@ -323,8 +324,8 @@ def _copies_in(bucket: Folder, found: Discovered, config: ReadConfig) -> Mapping
     if there.manifest is None:
         return {}
     most_bytes = config.max_metadata_bytes
-    ours = _stored(found.decode_manifest(most_bytes))
-    theirs = _stored(there.decode_manifest(most_bytes))
+    ours = found.decode_manifest(most_bytes).stored
+    theirs = there.decode_manifest(most_bytes).stored
     copies: dict[str, str] = {}
     for (one, form), (other, copy) in zip_longest(ours, theirs, fillvalue=(None, None)):
         if form is None or copy is None or one != other or not _is_copy(form, copy):
@@ -332,10 +333,6 @@ def _copies_in(bucket: Folder, found: Discovered, config: ReadConfig) -> Mapping
         if copies.setdefault(form.key, copy.key) != copy.key:
             return {}
     return copies
-
-
-def _stored(manifest: Manifest) -> Iterator[tuple[ItemId, StoredItem]]:
-    return ((one, form) for one, item in manifest.items.items() for form in item.forms)
 
 
 def _is_copy(item: StoredItem, other: StoredItem) -> bool:
@@ -436,6 +433,102 @@ class _TierReader(ObjectStoreReader):
         """Open what `discover` returned."""
         self._tiers.found = discovered
         return super().open_metadata(discovered)
+
+
+# --- files beside the tensors ---------------------------------------------------------------
+
+
+def read_attached(
+    group: RankGroup, choice: Choice, names: Collection[str], *, config: ReadConfig | None = None
+) -> dict[str, bytes]:
+    """Read files that were sealed with the chosen step, each rank those that it names. Collective.
+
+    Each file is read once, by a rank that can, and comes by way of the coordinator, which holds all
+    of them at that time: for states of data loaders and random generators, not for weights.
+
+    Args:
+        group: The ranks of `choose`, with the same coordinator.
+        choice: What it returned.
+        names: Of the attachments that this rank wants.
+        config: Requests in flight, retries, and whether to verify.
+
+    Returns:
+        The bytes by name; names that the step does not have are not among them.
+
+    Raises:
+        RankFailures: On every rank, if any failed. `CorruptError` is the cause where the bytes are
+            not those that were saved, and the bucket has no copy.
+    """
+    files = _Files(group, choice, config or ReadConfig())
+    share = steps.reduce_scatter(
+        group, "plan to read attachments", lambda: files.want(names), files.share_out
+    )
+    step = "read attachments"
+    return steps.reduce_scatter(group, step, lambda: files.read(share), files.hand_out)
+
+
+@dataclass(slots=True)
+class _Files:
+    """Reads attachments, as one rank."""
+
+    group: RankGroup
+    choice: Choice
+    config: ReadConfig
+    items: Mapping[str, StoredItem] = field(default_factory=dict)  # on the coordinator
+    wanted: Sequence[Collection[str]] = ()
+    store: Store = field(init=False)
+
+    def want(self, names: Collection[str]) -> Collection[str]:
+        choice, found = self.choice, self.choice.found
+        self.store = _TierStore(choice, self.config) if choice.is_local else choice.folder.open()
+        if self.group.is_coordinator:
+            found = discover(self.store, self.config) if found is None else found
+            if found.manifest is not None:
+                most_bytes = self.config.max_metadata_bytes
+                self.items = found.decode_manifest(most_bytes).attachments
+        return names
+
+    def share_out(self, wanted: list[Collection[str]]) -> list[dict[str, StoredItem]]:
+        """Give each file to the rank that has least to read, of those that can. Coordinator."""
+        self.wanted = wanted
+        everywhere = range(self.group.size)
+        shares: list[dict[str, StoredItem]] = [{} for _ in everywhere]
+        loads = [0] * len(shares)
+        for name in sorted(set().union(*wanted) & self.items.keys()):
+            item = self.items[name]
+            able = (self.choice.readers or {}).get(item.key, everywhere)
+            rank = min(able, key=loads.__getitem__)
+            loads[rank] += item.payload.num_bytes
+            shares[rank][name] = item
+        return shares
+
+    def read(self, share: Mapping[str, StoredItem]) -> dict[str, bytes | CheckpointError]:
+        """Read a rank's share; what is wrong with one is told instead of its bytes."""
+        done: dict[str, bytes | CheckpointError] = {}
+        for name, item in share.items():
+            try:
+                done[name] = self._read(name, item)
+            except CheckpointError as error:
+                done[name] = error
+        return done
+
+    def hand_out(self, done: list[dict[str, bytes | CheckpointError]]) -> list[dict[str, bytes]]:
+        """Send each rank what it wants. On the coordinator, which alone knows of copies."""
+        found: dict[str, bytes] = {}
+        for name, data in chain.from_iterable(one.items() for one in done):
+            item = self.items[name]
+            if isinstance(data, CheckpointError):
+                has_spare = isinstance(self.store, _TierStore) and self.store.use_spare(
+                    item.key, data
+                )
+                if not has_spare:
+                    raise data
+                data = self._read(name, item)
+            found[name] = data
+        return [{name: found[name] for name in one if name in found} for one in self.wanted]
+
+    def _read(self, name: str, item: StoredItem) -> bytes:
+        return read_whole(list(fetches(self.store, name, item, self.config)), self.config)
 
 
 def opens(folder: Folder) -> Callable[..., Store]:
