@@ -65,6 +65,7 @@ from dcpstore.errors import (
     ConfigError,
     ConflictError,
     CorruptError,
+    NotFoundError,
     RankFailures,
     StoreError,
 )
@@ -478,13 +479,18 @@ class MirrorOfOurs:
     Args:
         checkpoint: The source.
         writer: Of the target.
+        checks_sizes: Whether to look the sizes of objects up that no record vouches for; False if
+            those who copy compare them.
     """
 
     has_fresh_names = True
 
-    def __init__(self, checkpoint: Checkpoint, writer: ObjectStoreWriter) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, writer: ObjectStoreWriter, *, checks_sizes: bool = True
+    ) -> None:
         self._checkpoint = checkpoint
         self._writer = writer
+        self._checks_sizes = checks_sizes
         self._new_keys: dict[str, str] = {}
 
     def plan(self) -> list[CopyTask]:
@@ -510,7 +516,7 @@ class MirrorOfOurs:
                 self._new_keys[stored.key],
                 # No record vouches for the size of an object that is longer than its records.
                 stored.size_bytes
-                if stored.size_bytes == ends.get(stored.key)
+                if stored.size_bytes == ends.get(stored.key) or not self._checks_sizes
                 else _size_of(self._checkpoint.store, stored.key, stored.size_bytes),
                 tuple(items.get(stored.key, ())),
             )
@@ -603,15 +609,36 @@ class Mirrored:
     fetched_bytes: int
 
 
-def mirror(group: RankGroup, plan_and_seal: Mirror, transfer: Transfer) -> Mirrored:
+def mirror(
+    group: RankGroup,
+    plan_and_seal: Mirror,
+    transfer: Transfer,
+    *,
+    held: Callable[[Sequence[CopyTask]], Sequence[int]] | None = None,
+    before_seal: Callable[[], None] | None = None,
+) -> Mirrored:
     """Copy a checkpoint. All ranks of the group.
+
+    Args:
+        group: The ranks that copy.
+        plan_and_seal: What is copied, and what becomes of it.
+        transfer: From where to where.
+        held: Returns the numbers of those objects that this rank can read; None if each rank can
+            read all.
+        before_seal: Called on the coordinator; the copy fails if it raises.
 
     Raises:
         RankFailures: On every rank, if any failed. Nothing was sealed, unless the seal itself
             broke off.
     """
     tasks = steps.broadcast(group, "plan the copy", plan_and_seal.plan)
-    own = own_run(tasks, [task.size_bytes for task in tasks], group.rank, group.size)
+    if held is None:
+        own = own_run(tasks, [task.size_bytes for task in tasks], group.rank, group.size)
+    else:
+        share = steps.reduce_scatter(
+            group, "share out the objects", lambda: held(tasks), partial(_share_out, tasks)
+        )
+        own = [tasks[number] for number in share]
     fresh = plan_and_seal.has_fresh_names
     transfer = replace(transfer, overwrite=fresh or transfer.overwrite)
     mine = [task.key for task in own] if fresh else []
@@ -634,6 +661,8 @@ def mirror(group: RankGroup, plan_and_seal: Mirror, transfer: Transfer) -> Mirro
     try:
         written = steps.each(group, "copy", copy)
         copied = steps.gather(group, "verify", lambda: verify_copies(transfer, own, written))
+        if before_seal is not None:
+            steps.broadcast(group, "prepare to seal", before_seal)
         may_be_sealed = True
         return steps.broadcast(group, _STEP_SEAL, lambda: seal(copied or ()))
     except BaseException as error:
@@ -641,6 +670,30 @@ def mirror(group: RankGroup, plan_and_seal: Mirror, transfer: Transfer) -> Mirro
         if is_leftover and (fresh or not _sealed_by_another(error, group)):
             sweep(transfer.target, mine, Proof.NOT_BEGUN, why="this failed copy")
         raise
+
+
+def _share_out(tasks: Sequence[CopyTask], held: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Give each object to one of the ranks that can read it, balanced by bytes.
+
+    Raises:
+        NotFoundError: If none can.
+    """
+    able: list[list[int]] = [[] for _ in tasks]
+    for rank, numbers in enumerate(held):
+        for number in numbers:
+            able[number].append(rank)
+    shares: list[list[int]] = [[] for _ in held]
+    loads = [0] * len(held)
+    for number in sorted(range(len(tasks)), key=lambda one: -tasks[one].size_bytes):
+        if not able[number]:
+            raise NotFoundError(
+                f"no rank has the object {tasks[number].source_key} with all its"
+                f" {tasks[number].size_bytes} bytes. Nothing was copied"
+            )
+        rank = min(able[number], key=loads.__getitem__)
+        loads[rank] += tasks[number].size_bytes
+        shares[rank].append(number)
+    return shares
 
 
 def _sealed_by_another(error: BaseException, group: RankGroup) -> bool:
