@@ -35,9 +35,25 @@ if TYPE_CHECKING:
     from dcpstore.loading import load
     from dcpstore.manager.background import AsyncSave, async_save
     from dcpstore.manager.checkpoint_manager import CheckpointManager, Preempted
-    from dcpstore.manager.policies import AtSteps, Best, EverySeconds, EverySteps, First, KeepPolicy, Latest, Moment, OnPreemption, SavePolicy, StepFacts
+    from dcpstore.manager.policies import (
+        AtSteps,
+        Best,
+        EverySeconds,
+        EverySteps,
+        First,
+        KeepPolicy,
+        Latest,
+        Moment,
+        OnPreemption,
+        SavePolicy,
+        StepFacts,
+    )
     from dcpstore.manager.staging import Stager
-    from dcpstore.optimizer import load_sharded_optimizer_state_dict, optimizer_state, restore_optimizer
+    from dcpstore.optimizer import (
+        load_sharded_optimizer_state_dict,
+        optimizer_state,
+        restore_optimizer,
+    )
     from dcpstore.plan import LoadPlanner, SavePlanner
     from dcpstore.plan.load import DynamicMetaLoadPlanner
     from dcpstore.read.attachments import read_attachment
