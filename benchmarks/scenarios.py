@@ -197,7 +197,6 @@ SCENARIOS = (
         *("layers", 384, 4),
         action="train",
         num_ranks=4,
-        want=_ROWS,
         systems=_TRAINERS,
     ),
     _row(

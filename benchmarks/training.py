@@ -75,12 +75,11 @@ def train_beside(
 
 def _copy_s(state: dict[str, Any]) -> float:
     """Return the median time of copies into memory that was written to before."""
-    local = [getattr(one, "_local_tensor", one) for one in state.values()]
-    copies = [one.clone() for one in local]
+    copies = [one.clone() for one in state.values()]
     times = []
     for _ in range(5):
         began = time.perf_counter()
-        for copy, one in zip(copies, local, strict=True):
+        for copy, one in zip(copies, state.values(), strict=True):
             copy.copy_(one)
         times.append(time.perf_counter() - began)
     return median(times)
