@@ -43,10 +43,13 @@ from dcpstore.errors import (
     NotFoundError,
     RankFailures,
 )
+from dcpstore.format.seal import Seal
 from dcpstore.loading import load
 from dcpstore.manager.agreement import Decision, open_agreement
 from dcpstore.manager.background import AsyncSave, begin
+from dcpstore.manager.choice import Choice, choose, read_attached
 from dcpstore.manager.events import Event, Events, Listener
+from dcpstore.manager.local_tier import LocalTier, TierHooks
 from dcpstore.manager.policies import Best, KeepPolicy, Moment, OnPreemption, SavePolicy
 from dcpstore.manager.preemption import Preemption
 from dcpstore.manager.retention import plan, retire
@@ -62,6 +65,7 @@ from dcpstore.report import SaveResult
 from dcpstore.saving import save
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
+from dcpstore.store.folder import Folder
 from dcpstore.write.attached import Attachment
 from dcpstore.write.cutoff import Cutoff
 from dcpstore.write.writer import ObjectStoreWriter
@@ -149,6 +153,13 @@ class CheckpointManager:
             milliseconds at a step that is due.
         frozen: Keys, or what tells them, of tensors that training never changes. They are not
             copied before they are saved. See `dcpstore.async_save`.
+        local: Folder of the run on a disk of each node, such as ``/nvme/run``: steps are saved
+            there first, and copied to ``url`` in the background. ``{rank}`` in it is replaced
+            by the rank's number. A restart takes the newest step that the disks of all ranks hold
+            together, or that lies at ``url``. None to save to ``url`` at once.
+        copy_every: Which of the steps that are saved to ``local`` are copied: every so many-th.
+        keep_local: How many steps stay on the disks.
+        copy_bytes_per_s: How fast each rank copies at most; None for no limit.
         takeover: Whether to save to a run that another job seems to be saving to. That job is
             told at its next save, which seals nothing; False raises here instead.
         on_event: Called with each `dcpstore.manager.events.Event`, which is also logged.
@@ -177,6 +188,10 @@ class CheckpointManager:
         background: bool = True,
         when_busy: Literal["wait", "skip", "replace"] = "wait",
         frozen: Frozen = (),
+        local: str | os.PathLike[str] | None = None,
+        copy_every: int = 1,
+        keep_local: int = 2,
+        copy_bytes_per_s: float | None = None,
         takeover: bool = True,
         on_event: Listener | Sequence[Listener] = (),
         coordinator_rank: int = 0,
@@ -186,6 +201,8 @@ class CheckpointManager:
     ) -> None:
         if when_busy not in ("wait", "skip", "replace"):
             raise ConfigError(f"when_busy={when_busy!r} must be 'wait', 'skip' or 'replace'")
+        if copy_every < 1 or keep_local < 1:
+            raise ConfigError(f"{copy_every=} and {keep_local=} must be at least 1")
         self._policies: list[SavePolicy] = _as_list(save)
         self._keep: list[KeepPolicy] = _as_list(keep)
         self._process_group = process_group
@@ -229,6 +246,15 @@ class CheckpointManager:
         if end is not None:
             self._preemption = Preemption(
                 lambda why: self._agreement.request(why, is_end=True), end.signals, end.notice
+            )
+        self._tier: LocalTier | None = None
+        self._chosen: Choice | None = None
+        if local is not None:
+            self._tier = self._open_tier(
+                os.fspath(local).replace("{rank}", str(self._group.rank)),
+                copy_every=copy_every,
+                num_kept=keep_local,
+                max_bytes_per_s=copy_bytes_per_s,
             )
         if self._policies:
             self._claim()
@@ -327,12 +353,14 @@ class CheckpointManager:
         return flight is not None and flight.handle is not None and not flight.handle.done()
 
     def wait(self) -> None:
-        """Return once no save and no removal is under way. All ranks.
+        """Return once no save, no copy and no removal is under way. All ranks.
 
         Raises:
             RankFailures: If the save failed.
         """
         self._land()
+        if self._tier is not None:
+            self._tier.wait()
         self._janitor.submit(lambda: None).result()
 
     # --- finding and loading -------------------------------------------------------------
@@ -373,18 +401,14 @@ class CheckpointManager:
         passed: dict[int, CheckpointError] = {}
         may_pass = on_damaged == "older"
         while True:
-            found = steps.broadcast(
-                self._group,
-                "find the step to restore",
-                lambda: self._find(step, passed, may_pass=may_pass),
-            )
+            found, reader = self._choose(step, passed, may_pass=may_pass)
             if found is None:
                 return None
             began_s = self._clock()
             try:
                 result = load(
                     state,
-                    storage_reader=self._reader(found),
+                    storage_reader=reader,
                     planner=planner or LoadPlanner(strict=strict),
                     process_group=self._process_group,
                     coordinator_rank=self._coordinator,
@@ -429,6 +453,9 @@ class CheckpointManager:
     def read_attachment(self, name: str, step: int | None = None) -> bytes:
         """Return an attachment of the restored step, or of another. Any rank.
 
+        Of a step that was restored from ``local`` all ranks call it, each with a name of its
+        choice: another node's disk may hold it.
+
         Args:
             name: As it was given; ``{rank}`` in it stands for this rank.
             step: Of a sealed step; None for the one that was restored.
@@ -440,6 +467,8 @@ class CheckpointManager:
         if found is None:
             raise NotFoundError(f"{self._run.url}: no step was restored: give the number of one")
         name = name.replace("{rank}", str(self._group.rank))
+        if step is None and self._chosen is not None:
+            return self._read_from_disks(self._chosen, name)
         return read_attachment(found.url, name, storage_options=self._options, config=self._read)
 
     # --- what is known beside the checkpoints --------------------------------------------
@@ -476,6 +505,8 @@ class CheckpointManager:
         try:
             self._land()
         finally:
+            if self._tier is not None:
+                self._tier.close()
             self._janitor.shutdown(wait=True)
             if self._preemption is not None:
                 self._preemption.close()
@@ -516,14 +547,8 @@ class CheckpointManager:
 
     def _launch(self, step: int, state: State, sealed: Mapping[str, Any], cutoff: Cutoff) -> None:
         self._claim()
-        url = self._run.url_of(step)
-        writer = _RunWriter(
-            url,
-            lambda: self._run.renew(step, self._resumed),
-            storage_options=self._options,
-            config=self._write,
-            store_opener=self._opener,
-        )
+        writer = self._writer(step)
+        url = writer.checkpoint_id
         writer.attach(step=step, run=self._run_id, **sealed)
         flight = _Flight(step, url, self._clock())
         self._last_step, self._last_began_s = step, flight.began_s
@@ -539,6 +564,8 @@ class CheckpointManager:
                     cutoff=cutoff,
                     progress=False,
                 )
+                if self._tier is not None:
+                    self._tier.note_saved(group, step)
             except BaseException as error:
                 self._note_failure(flight, error)
                 raise
@@ -562,6 +589,10 @@ class CheckpointManager:
         self._events.send(
             Event("sealed", flight.step, flight.url, self._last_seconds, result.stored_bytes)
         )
+        if self._tier is None:
+            self._retire_soon()
+
+    def _retire_soon(self) -> None:
         if self._keep and self._group.is_coordinator:
             self._janitor.submit(self._retire)
 
@@ -586,6 +617,8 @@ class CheckpointManager:
         flight = self._flight
         if flight is not None and flight.handle is not None and flight.handle.done():
             self._land()
+        if self._tier is not None:
+            self._tier.raise_failure()
 
     def _ask_if_due(self, at: Moment) -> None:
         """Let the ranks agree on a step, if a policy says so that only the coordinator asks."""
@@ -666,6 +699,54 @@ class CheckpointManager:
             )
         return None
 
+    def _choose(
+        self,
+        step: int | Literal["latest", "best"],
+        passed: dict[int, CheckpointError],
+        *,
+        may_pass: bool,
+    ) -> tuple[SealedStep | None, ObjectStoreReader | None]:
+        """Agree on the step to restore, and make what reads it."""
+        self._chosen = None
+        if self._tier is None or step == "best":
+            found = steps.broadcast(
+                self._group,
+                "find the step to restore",
+                lambda: self._find(step, passed, may_pass=may_pass),
+            )
+            return found, None if found is None else self._reader(found)
+        run_id = steps.broadcast(self._group, "look which run it is", self._run.run_id)
+        number = None if step == "latest" else step
+
+        def newest() -> tuple[int, str] | None:
+            try:
+                found = self._find(step, passed, may_pass=may_pass)
+            except NotFoundError:
+                return None
+            return None if found is None else (found.step, found.folder)
+
+        choice = choose(
+            self._group,
+            self._tier.disk,
+            self._run.place,
+            newest,
+            step=number,
+            accepts=lambda seal: _is_of(seal, run_id) and _step_of(seal) not in passed,
+            config=self._read,
+        )
+        if choice is None:
+            if number is not None:
+                raise NotFoundError(
+                    f"step {number} lies neither at {self._run.url} nor, whole, on the ranks' disks"
+                )
+            if passed:
+                raise next(iter(passed.values()))
+            return None, None
+        self._chosen = choice if choice.is_local else None
+        folder = choice.folder.url.rpartition("/")[2]
+        found = SealedStep(choice.step, folder, choice.folder.url, "dcpstore")
+        return found, choice.reader(self._read)
+
     def _reader(self, found: SealedStep) -> ObjectStoreReader:
         return ObjectStoreReader(
             found.url,
@@ -673,6 +754,51 @@ class CheckpointManager:
             config=self._read,
             store_opener=self._opener,
         )
+
+    def _read_from_disks(self, choice: Choice, name: str) -> bytes:
+        found = read_attached(self._group, choice, [name], config=self._read)
+        if name not in found:
+            raise NotFoundError(f"step {choice.step} has no attachment {name!r}")
+        return found[name]
+
+    def _writer(self, step: int) -> ObjectStoreWriter:
+        if self._tier is not None:
+            folder, config = self._tier.folder(step), self._write
+            return ObjectStoreWriter(
+                folder.url, overwrite=True, config=config, store_opener=self._opener
+            )
+        return _RunWriter(
+            self._run.url_of(step),
+            lambda: self._run.renew(step, self._resumed),
+            storage_options=self._options,
+            config=self._write,
+            store_opener=self._opener,
+        )
+
+    def _open_tier(self, path: str, **settings: Any) -> LocalTier:
+        group = open_group(
+            self._process_group,
+            self._coordinator,
+            self._deadline_s,
+            purpose="copies",
+            subject=self._run.url,
+        )
+        disk = Folder(path, None, self._write or WriteConfig(), self._opener)
+
+        def copied(step: int, url: str, seconds: float, num_bytes: int) -> None:
+            self._run.forget(step)
+            self._events.send(Event("copied", step, url, seconds, num_bytes))
+            self._retire_soon()
+
+        def failed(step: int, url: str, seconds: float, error: BaseException) -> None:
+            self._events.send(Event("failed", step, url, seconds, error=error))
+
+        hooks = TierHooks(
+            before_seal=lambda step: self._run.renew(step, self._resumed),
+            copied=copied,
+            failed=failed,
+        )
+        return LocalTier(disk, self._run.place, group, self._write, hooks=hooks, **settings)
 
     def _retire(self) -> None:
         """Remove the steps that no policy keeps. On the coordinator, in a thread of its own."""
@@ -706,6 +832,15 @@ def _as_list(given: _T | Sequence[_T]) -> list[_T]:
 def _is_plain(policy: SavePolicy) -> bool:
     """Tell whether every rank can ask a policy, as it depends on the step alone."""
     return bool(getattr(policy, "depends_on_step_alone", False))
+
+
+def _is_of(seal: Seal, run: str | None) -> bool:
+    """Tell whether a step on a disk is of a run; any is, where the run is not known."""
+    return run is None or seal.facts is None or seal.facts.run in (None, run)
+
+
+def _step_of(seal: Seal) -> int | None:
+    return None if seal.facts is None else seal.facts.step
 
 
 def _causes(error: CheckpointError) -> list[BaseException]:
