@@ -32,6 +32,8 @@ from dcpstore.errors import (
 
 if TYPE_CHECKING:
     from dcpstore.loading import load
+    from dcpstore.manager.events import TensorBoardEvents
+    from dcpstore.manager.rng import rng_state, set_rng_state
     from dcpstore.optimizer import (
         load_sharded_optimizer_state_dict,
         optimizer_state,
@@ -67,6 +69,7 @@ __all__ = [
     "SavePlanner",
     "SaveResult",
     "StoreError",
+    "TensorBoardEvents",
     "WriteConfig",
     "load",
     "load_sharded_optimizer_state_dict",
@@ -74,7 +77,9 @@ __all__ = [
     "open_checkpoint",
     "read_tensor",
     "restore_optimizer",
+    "rng_state",
     "save",
+    "set_rng_state",
 ]
 
 __version__ = "0.1.0"
@@ -89,13 +94,16 @@ _LAZY = {
     "ObjectStoreWriter": "dcpstore.write.writer",
     "SavePlanner": "dcpstore.plan",
     "SaveResult": "dcpstore.report",
+    "TensorBoardEvents": "dcpstore.manager.events",
     "load": "dcpstore.loading",
     "load_sharded_optimizer_state_dict": "dcpstore.optimizer",
     "optimizer_state": "dcpstore.optimizer",
     "restore_optimizer": "dcpstore.optimizer",
     "open_checkpoint": "dcpstore.read.checkpoint",
     "read_tensor": "dcpstore.read.checkpoint",
+    "rng_state": "dcpstore.manager.rng",
     "save": "dcpstore.saving",
+    "set_rng_state": "dcpstore.manager.rng",
 }
 
 
