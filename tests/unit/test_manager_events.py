@@ -43,9 +43,9 @@ def test_the_coordinator_tells_of_checkpoints_and_each_rank_of_itself(caplog) ->
     with caplog.at_level(logging.INFO, "dcpstore"):
         for name, is_coordinator in (("coordinator", True), ("other", False)):
             events = Events([lambda e, n=name: told.append((n, e))], is_coordinator=is_coordinator)
-            events.send("sealed", 1, URL, seconds=1, num_bytes=5)
-            events.send("preempted", 2, URL, is_own=True)
-            events.send("failed", 3, URL, error=OSError("no"))
+            events.send(Event("sealed", 1, URL, 1, 5))
+            events.send(Event("preempted", 2, URL), is_own=True)
+            events.send(Event("failed", 3, URL, error=OSError("no")))
     assert [(name, event.kind) for name, event in told] == [
         *(("coordinator", kind) for kind in ("sealed", "preempted", "failed")),
         ("other", "preempted"),
@@ -63,7 +63,7 @@ def test_a_callback_that_raises_ends_nothing(caplog) -> None:
     def fail(event: Event) -> None:
         raise ArithmeticError("scripted")
 
-    Events([fail, told.append], is_coordinator=True).send("sealed", 1, URL)
+    Events([fail, told.append], is_coordinator=True).send(Event("sealed", 1, URL))
     assert len(told) == 1
     assert "a callback failed on the event 'sealed'" in caplog.text
     assert "scripted" in caplog.text
@@ -81,7 +81,7 @@ def test_callbacks_are_called_one_event_at_a_time() -> None:
 
     events = Events([count] * 20, is_coordinator=True)
     threads = [
-        threading.Thread(target=lambda: [events.send("staged", n, URL) for n in range(50)])
+        threading.Thread(target=lambda: [events.send(Event("staged", n, URL)) for n in range(50)])
         for _ in range(4)
     ]
     for thread in threads:

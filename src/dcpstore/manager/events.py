@@ -14,16 +14,25 @@ from dcpstore.text import printable, redact, size_text
 logger = logging.getLogger(__name__)
 
 EventKind: TypeAlias = Literal[
-    "save_started", "staged", "sealed", "skipped", "deleted", "failed", "restored", "preempted"
+    "save_started",
+    "staged",
+    "sealed",
+    "copied",
+    "skipped",
+    "deleted",
+    "failed",
+    "restored",
+    "preempted",
 ]
 
 _TEXTS: dict[str, str] = {
     "save_started": "a save began",
     "staged": "training may change the state",
     "sealed": "the checkpoint is safe",
+    "copied": "the checkpoint is in the bucket, too",
     "skipped": "no save, as another one is under way",
     "deleted": "no policy keeps the checkpoint",
-    "failed": "what is sealed stays",
+    "failed": "what was sealed before stays",
     "restored": "training goes on from here",
     "preempted": "the job was told to stop",
 }
@@ -91,38 +100,22 @@ class Events:
         self._is_coordinator = is_coordinator
         self._lock = threading.RLock()
 
-    def send(
-        self,
-        kind: EventKind,
-        step: int | None,
-        url: str,
-        *,
-        seconds: float | None = None,
-        num_bytes: int | None = None,
-        error: BaseException | None = None,
-        is_own: bool = False,
-    ) -> None:
-        """Tell of an event; the arguments are those of `Event`.
+    def send(self, event: Event, *, is_own: bool = False) -> None:
+        """Tell of an event.
 
         Args:
-            kind: As there.
-            step: As there.
-            url: As there.
-            seconds: As there.
-            num_bytes: As there.
-            error: As there.
+            event: What happened.
             is_own: Whether it happened on this rank alone, which then tells of it.
         """
         if not (self._is_coordinator or is_own):
             return
-        event = Event(kind, step, url, seconds, num_bytes, error)
         with self._lock:
-            logger.log(_LEVELS.get(kind, logging.INFO), "%s", event)
+            logger.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
             for callback in self._callbacks:
                 try:
                     callback(event)
                 except Exception:
-                    logger.exception("a callback failed on the event %r", kind)
+                    logger.exception("a callback failed on the event %r", event.kind)
 
 
 class ScalarWriter(Protocol):
