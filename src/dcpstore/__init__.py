@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dcpstore.loading import load
     from dcpstore.manager.background import AsyncSave, async_save
     from dcpstore.manager.checkpoint_manager import CheckpointManager, Preempted
+    from dcpstore.manager.events import TensorBoardEvents
     from dcpstore.manager.policies import (
         AtSteps,
         Best,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         SavePolicy,
         StepFacts,
     )
+    from dcpstore.manager.rng import rng_state, set_rng_state
     from dcpstore.manager.staging import Stager
     from dcpstore.optimizer import (
         load_sharded_optimizer_state_dict,
@@ -101,6 +103,7 @@ __all__ = [
     "Stager",
     "StepFacts",
     "StoreError",
+    "TensorBoardEvents",
     "WriteConfig",
     "async_save",
     "load",
@@ -110,7 +113,9 @@ __all__ = [
     "read_attachment",
     "read_tensor",
     "restore_optimizer",
+    "rng_state",
     "save",
+    "set_rng_state",
 ]
 
 __version__ = "0.1.0"
@@ -140,6 +145,7 @@ _LAZY = {
     "SaveResult": "dcpstore.report",
     "Stager": "dcpstore.manager.staging",
     "StepFacts": "dcpstore.manager.policies",
+    "TensorBoardEvents": "dcpstore.manager.events",
     "async_save": "dcpstore.manager.background",
     "load": "dcpstore.loading",
     "load_sharded_optimizer_state_dict": "dcpstore.optimizer",
@@ -148,7 +154,9 @@ _LAZY = {
     "read_attachment": "dcpstore.read.attachments",
     "read_tensor": "dcpstore.read.checkpoint",
     "restore_optimizer": "dcpstore.optimizer",
+    "rng_state": "dcpstore.manager.rng",
     "save": "dcpstore.saving",
+    "set_rng_state": "dcpstore.manager.rng",
 }
 
 

@@ -178,8 +178,8 @@ class StepAgreement:
     Without a request, `at` takes about 0.5 us and the ranks together send the job's store
     `size / idle_pause_s` questions a second. A request is decided about one `idle_pause_s` later.
     Meanwhile a step is held up only from a rank's note to the decision, about two pauses of
-    `open_pause_s`: at most 6 ms were measured with 2 to 4 ranks; 2 s are to be expected with 16,384.
-    If a rank dies at this very moment, it is `deadline_s`.
+    `open_pause_s`: at most 6 ms were measured with 2 to 4 ranks, 2 s are to be expected with
+    16,384. If a rank dies at this very moment, it is `deadline_s`.
 
     Should ranks be found to have made different steps, every rank's next `at` raises.
 

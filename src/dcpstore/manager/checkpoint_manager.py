@@ -66,7 +66,6 @@ from dcpstore.saving import save
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder
-from dcpstore.write.attached import Attachment
 from dcpstore.write.cutoff import Cutoff
 from dcpstore.write.writer import ObjectStoreWriter
 

@@ -49,7 +49,9 @@ class Preemption:
     Signals are heard within moments, also while the main thread waits in C code that gives up
     Python's lock, as collectives do. Make it in the main thread and close it there, best as a
     context manager. What was there before is put back, but for what somebody else has changed
-    meanwhile: that stays, and we pass on to what was there before whatever it passes to us.
+    meanwhile: that stays, and we pass on to what was there before whatever it passes to us. A
+    handler that is no Python function, such as ``faulthandler``'s, is not known to Python: it is
+    neither called nor put back.
 
     Args:
         on_notice: Called with a signal's name or ``"notice"``, once for each, in a thread of
@@ -61,9 +63,8 @@ class Preemption:
         again_s: Seconds after the first signal of a kind in which others count as the same.
 
     Raises:
-        ConfigError: If a signal is unknown, cannot be caught, or has a handler that was not made
-            in Python, which could not be put back; if there are signals and this is not the main
-            thread; or if `poll_s` is not positive.
+        ConfigError: If a signal is unknown or cannot be caught; if there are signals and this
+            is not the main thread; or if `poll_s` is not positive.
     """
 
     def __init__(
@@ -151,13 +152,10 @@ class _Signals:
         _check_main_thread("made")
         self._tell = tell
         self._again_s = again_s
-        self._former: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
-        for number, former in self._former.items():
-            if former is None:
-                raise ConfigError(
-                    f"{_name(number)} has a handler that was not made in Python: leave it out of"
-                    " signals, or make that handler later"
-                )
+        # A handler that was not made in Python is None: it can be neither called nor put back.
+        self._former: dict[int, Any] = {
+            number: signal.getsignal(number) or signal.SIG_DFL for number in numbers
+        }
         self._first_s: dict[int, float] = {}
         self._is_closed = False
         self.was_default = False
@@ -186,7 +184,6 @@ class _Signals:
             self._sender.close()
             if self._thread is not threading.current_thread():
                 self._thread.join(_JOIN_S)
-            self._receiver.close()
 
     def _put_back_fd(self) -> bool:
         """Put back the former wakeup socket, unless another one came after ours."""
@@ -208,14 +205,15 @@ class _Signals:
             os.kill(os.getpid(), number)
 
     def _listen(self) -> None:
-        while data := self._receiver.recv(64):
-            numbers = bytes(number for number in data if number < _HANDLED)
-            if self._former_fd >= 0 and numbers:
-                with contextlib.suppress(OSError):  # it is full or was closed
-                    os.write(self._former_fd, numbers)
-            if not self._is_closed:
-                for number in data:
-                    self._hear(number % _HANDLED, is_handled=number >= _HANDLED)
+        with self._receiver:
+            while data := self._receiver.recv(64):
+                numbers = bytes(number for number in data if number < _HANDLED)
+                if self._former_fd >= 0 and numbers:
+                    with contextlib.suppress(OSError):  # it is full or was closed
+                        os.write(self._former_fd, numbers)
+                if not self._is_closed:
+                    for number in data:
+                        self._hear(number % _HANDLED, is_handled=number >= _HANDLED)
 
     def _hear(self, number: int, *, is_handled: bool) -> None:
         if number not in self._former:
