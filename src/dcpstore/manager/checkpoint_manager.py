@@ -48,7 +48,7 @@ from dcpstore.loading import load
 from dcpstore.manager.agreement import Decision, open_agreement
 from dcpstore.manager.background import AsyncSave, begin
 from dcpstore.manager.choice import Choice, choose, read_attached
-from dcpstore.manager.events import Event, Events, Listener
+from dcpstore.manager.events import Event, EventCallback, Events
 from dcpstore.manager.local_tier import LocalTier, TierHooks
 from dcpstore.manager.policies import Best, KeepPolicy, Moment, OnPreemption, SavePolicy
 from dcpstore.manager.preemption import Preemption
@@ -192,7 +192,7 @@ class CheckpointManager:
         keep_local: int = 2,
         copy_bytes_per_s: float | None = None,
         takeover: bool = True,
-        on_event: Listener | Sequence[Listener] = (),
+        on_event: EventCallback | Sequence[EventCallback] = (),
         coordinator_rank: int = 0,
         deadline_s: float = 1800.0,
         store_opener: Callable[..., Store] = open_store,
@@ -524,7 +524,7 @@ class CheckpointManager:
         except CheckpointError as failure:
             if error is None:
                 raise
-            logger.error("%s: %s", self._run.url, failure)
+            logger.warning("%s: %s", self._run.url, failure)
 
     # --- how -----------------------------------------------------------------------------
 
@@ -659,7 +659,7 @@ class CheckpointManager:
                 self._land()
                 is_saved = True
         except CheckpointError as error:
-            logger.error("%s: step %d is not saved: %s", self._run.url, step, error)
+            logger.warning("%s: step %d is not saved: %s", self._run.url, step, error)
         self.is_stopping = True
         if self._end.then == "exit":
             raise Preempted
