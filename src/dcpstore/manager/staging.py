@@ -555,7 +555,7 @@ class _Builder:
             return value
         if id(value) in self._places:
             return self._places[id(value)]
-        if _parts_of(value) is not None:
+        if isinstance(value, ShardedTensor) or _parts_of(value) is not None:
             return self._build(value, name)
         if _is_plain(value) and not value.numel():
             shape, stride = value.shape, value.stride()
