@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
@@ -331,3 +332,82 @@ def test_a_single_name_for_frozen_is_refused() -> None:
         Stager().stage({}, "model")
     with pytest.raises(ConfigError, match="num_threads=0"):
         Stager(0)
+
+
+class Remaking:
+    """Gives new tensors each time, as the ``state_dict()`` of a model does, in the same memory."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(30, 20)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.model.state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("nothing is loaded here")
+
+
+def test_the_layout_stays_while_tensors_lie_where_they_lay_and_is_made_anew_else() -> None:
+    stager, remaking = Stager(), Remaking()
+    state: dict[str, Any] = {"model": remaking, "extra": torch.ones(100)}
+    staged = stager.stage(state)
+    again = stager.stage(state)
+    assert again["model"]["weight"] is staged["model"]["weight"], "nothing was laid out again"
+    with torch.no_grad():
+        remaking.model.weight.fill_(5)
+    assert stager.stage(state)["model"]["weight"].sum() == 3000
+    state["extra"] = torch.full((100,), 2.0)
+    assert stager.stage(state)["extra"].sum() == 200
+    del state["extra"]
+    fewer = stager.stage(state)
+    assert fewer.keys() == {"model"}
+    assert fewer["model"]["weight"].sum() == 3000
+    state["other shape"] = remaking.model.weight.detach()[:, :7]
+    assert stager.stage(state)["other shape"].sum() == 700
+
+
+def test_the_stager_keeps_no_tensor_of_the_loop() -> None:
+    stager, column = Stager(), torch.ones(100, 100)[:, 3]
+    state = {"weight": torch.ones(10), "column": column}
+    stager.stage(state)
+    alive = [weakref.ref(tensor) for tensor in state.values()]
+    state.clear()
+    del column
+    assert [one() for one in alive] == [None, None]
+
+
+class Derived(torch.Tensor):
+    """A wrapper that computes one of its parts each time it is asked for it."""
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Derived:
+        made: Derived = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        raise NotImplementedError(function)
+
+    @property
+    def twice(self) -> torch.Tensor:
+        return self.held * 2
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["held", "twice"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, _: Any, size: Any, stride: Any) -> Derived:
+        made = Derived(inner["held"])
+        made.given_twice = inner["twice"]
+        return made
+
+
+def test_parts_that_are_made_when_asked_for_are_copied_each_time() -> None:
+    stager, held = Stager(), torch.ones(50)
+    for value in (1.0, 2.0, 3.0):
+        held.fill_(value)
+        staged = stager.stage({"derived": Derived(held)})
+        held.fill_(0)
+        assert staged["derived"].held.sum() == 50 * value
+        assert staged["derived"].given_twice.sum() == 100 * value
