@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -32,6 +33,7 @@ from dcpstore.ranks import each
 from dcpstore.store import open_store
 from dcpstore.testing.ranks import run_ranks
 from dcpstore.torch_private import async_save_response
+from dcpstore.write.cutoff import Cutoff
 from passing_on import PassesOn
 
 WRITE = WriteConfig(inline_bytes=64, checksum_block_bytes=4096)
@@ -382,3 +384,45 @@ def test_a_rank_that_falls_silent_in_the_background_fails_the_others_in_time(gat
 
     run_ranks(2, work, deadline_s=1.0).values()
     assert gate.names() == []
+
+
+def test_ranks_that_wait_for_one_that_hangs_are_told_of_the_deadline(gate: Gate) -> None:
+    def work(group: Any) -> None:
+        if group.rank == 1:  # it never comes
+            gate.opened.wait(WAIT_S)
+            return
+        began_s = time.monotonic()
+        with pytest.raises(RankFailures, match=r"(?s)did not answer.*total_deadline_s=1\.5"):
+            dcpstore.save(state_of(group.rank), gate.url, process_group=group, total_deadline_s=1.5)
+        assert 1 < time.monotonic() - began_s < 4
+        gate.opened.set()
+
+    run_ranks(2, work, deadline_s=60).values()
+    assert gate.names() == []
+
+
+def test_a_writer_that_was_in_a_save_given_up_serves_the_next(gate: Gate) -> None:
+    gate.opened.set()
+    writer = gate.writer()
+    cutoff = Cutoff()
+    assert cutoff.cancel()
+    with pytest.raises(AbandonedError):
+        dcpstore.save(state_of(0), storage_writer=writer, cutoff=cutoff)
+    dcpstore.save(state_of(0), storage_writer=writer)
+    check(gate.url, 1)
+
+
+def test_many_saves_leave_neither_threads_nor_files_nor_handles_behind(gate: Gate) -> None:
+    stager, planner, state = Stager(), dcpstore.SavePlanner(), state_of(0)
+
+    def save_some(number: int) -> tuple[int, int, int]:
+        for step in range(number):
+            dcpstore.async_save(
+                state, gate.url, stager=stager, planner=planner, overwrite=step > 0 or number > 3
+            ).result(WAIT_S)
+        wait_until(lambda: all("dcpstore" not in one.name for one in threading.enumerate()))
+        gc.collect()
+        handles = sum(type(one) is AsyncSave for one in gc.get_objects())
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir())), handles
+
+    assert save_some(3) == save_some(20)
