@@ -200,7 +200,7 @@ def sharded_tensor_of(like: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return a ShardedTensor like another one, with other tensors for its local shards.
 
     No communication. Where the tensors are on the host and those of ``like`` were not, it says
-    of all shards that they are there.
+    of all shards that they are there. (That has never run on a device so far.)
 
     Args:
         like: All ranks' shards, where they lie in the whole.

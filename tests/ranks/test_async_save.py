@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 import dcpstore
 from dcpstore import (
@@ -175,6 +176,49 @@ def test_staging_may_go_on_beside_the_caller(gate: Gate) -> None:
     state["own0"].fill_(9)
     save.result(WAIT_S)
     check(gate.url, 1)
+
+
+class NotingPlanner(dcpstore.SavePlanner):
+    """Notes which threads plan."""
+
+    def __init__(self, threads: set[int]) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def set_up_planner(self, *args: Any, **options: Any) -> None:
+        self._threads.add(threading.get_ident())
+        super().set_up_planner(*args, **options)
+
+
+class NotingStore(PassesOn):
+    """Notes which threads make requests."""
+
+    def __init__(self, inner: Any, threads: set[int]) -> None:
+        super().__init__(inner)
+        self._threads = threads
+
+    def __getattr__(self, name: str) -> Any:
+        self._threads.add(threading.get_ident())
+        return super().__getattr__(name)
+
+
+def test_the_calling_thread_neither_plans_nor_asks_the_store(gate: Gate) -> None:
+    planning: set[int] = set()
+    asking: set[int] = set()
+    writer = ObjectStoreWriter(
+        gate.url, store_opener=lambda *a, **more: NotingStore(open_store(*a, **more), asking)
+    )
+    planner = NotingPlanner(planning)
+    dcpstore.async_save(state_of(0), storage_writer=writer, planner=planner).result(WAIT_S)
+    assert len(planning) == 1
+    assert asking
+    assert threading.get_ident() not in planning | asking
+
+
+def test_torch_without_a_class_for_it_gets_one_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(state_dict_saver, "AsyncSaveResponse")
+    made = async_save_response()(staging_completion=1, upload_completion=2)
+    assert (made.staging_completion, made.upload_completion) == (1, 2)
 
 
 def test_what_is_frozen_is_saved_from_where_it_lies(gate: Gate) -> None:

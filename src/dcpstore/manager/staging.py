@@ -76,9 +76,6 @@ class Stager:
         staging.finish()
         return staging.state
 
-    @collector_paused()
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
     def begin(self, state_dict: Mapping[str, Any], frozen: Frozen = ()) -> Staging:
         """Lay the copy out and queue what devices copy; `Staging.finish` does the rest.
 
@@ -90,6 +87,12 @@ class Stager:
             key: value.state_dict() if is_stateful(value) and not is_frozen(str(key)) else value
             for key, value in state_dict.items()
         }
+        return self._begin(state, is_frozen)
+
+    @collector_paused()
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def _begin(self, state: dict[str, Any], is_frozen: Callable[[str], bool]) -> Staging:
         walk = _Walk(is_frozen, self._layout.places)
         staged = walk.copy(state)
         found = walk.found
