@@ -225,6 +225,7 @@ class CheckpointManager:
         self._last_seconds = 0.0
         self._resumed: int | None = None
         self._run_id: str | None = None
+        self._is_first = True
         self._is_asked = False
         self._is_over = False
         self.is_stopping = False
@@ -299,8 +300,9 @@ class CheckpointManager:
             step,
             self._last_step,
             self._clock() - self._last_began_s,
-            is_first=self._last_step is None,
+            is_first=self._is_first,
         )
+        self._is_first = False
         is_due = decided is not None or any(
             one.is_due(at) for one in self._policies if _is_plain(one)
         )
@@ -544,7 +546,15 @@ class CheckpointManager:
         self._launch(step, state, sealed, Cutoff())
         return True
 
-    def _launch(self, step: int, state: State, sealed: Mapping[str, Any], cutoff: Cutoff) -> None:
+    def _launch(
+        self,
+        step: int,
+        state: State,
+        sealed: Mapping[str, Any],
+        cutoff: Cutoff,
+        *,
+        is_last: bool = False,
+    ) -> None:
         self._claim()
         writer = self._writer(step)
         url = writer.checkpoint_id
@@ -564,7 +574,7 @@ class CheckpointManager:
                     progress=False,
                 )
                 if self._tier is not None:
-                    self._tier.note_saved(group, step)
+                    self._tier.note_saved(group, step, copies=is_last)
             except BaseException as error:
                 self._note_failure(flight, error)
                 raise
@@ -574,8 +584,12 @@ class CheckpointManager:
         joining = join_ranks(
             self._process_group, self._coordinator, self._deadline_s, action="save", url=url
         )
-        made = state() if callable(state) else state
-        flight.handle = begin(made, work, url, joining, cutoff, self._stager, self._frozen)
+        try:
+            made = state() if callable(state) else state
+            flight.handle = begin(made, work, url, joining, cutoff, self._stager, self._frozen)
+        except BaseException as error:
+            self._note_failure(flight, error)
+            raise
         self._flight = flight
         self._events.send(Event("staged", step, url, self._clock() - flight.began_s))
 
@@ -648,14 +662,17 @@ class CheckpointManager:
             return waits, max(left_s, 1.0)
 
         waits, left_s = steps.broadcast(self._group, "save before the end", choose)
+        flight = self._flight
+        if not waits and flight is not None and flight.handle is not None:
+            flight.is_given_up = flight.handle.cancel()
         is_saved = False
         try:
-            flight = self._flight
-            if not waits and flight is not None and flight.handle is not None:
-                flight.is_given_up = flight.handle.cancel()
             self._land(may_be_given_up=True)
+        except CheckpointError as error:  # its event told of it
+            logger.warning("%s: the save under way failed: %s", self._run.url, error)
+        try:
             if not waits and step != self._last_step:
-                self._launch(step, state, sealed, Cutoff(left_s))
+                self._launch(step, state, sealed, Cutoff(left_s), is_last=True)
                 self._land()
                 is_saved = True
         except CheckpointError as error:
@@ -688,6 +705,7 @@ class CheckpointManager:
                 self._events.send(Event("failed", number, f"{self._run.url}/{folder}", error=error))
                 continue
             if sealed is not None:
+                self._warn_of_newer(sealed, step)
                 return sealed
         if passed:
             raise next(iter(passed.values()))
@@ -697,6 +715,15 @@ class CheckpointManager:
                 " its steps"
             )
         return None
+
+    def _warn_of_newer(self, found: SealedStep, step: int | Literal["latest", "best"]) -> None:
+        newer = sorted({one for one, _ in self._run.candidates() if one > found.step})
+        if step != "latest" and newer:
+            logger.warning(
+                "%s: step %d is restored, and %d newer step(s) stay, up to %d: a restart takes the"
+                " newest. Remove those that were given up",
+                *(self._run.url, found.step, len(newer), newer[-1]),
+            )
 
     def _choose(
         self,

@@ -87,12 +87,18 @@ class LocalTier:
         """Return where a step is saved on the disk."""
         return self.disk.below(f"step-{step}")
 
-    def note_saved(self, group: RankGroup, step: int) -> None:
-        """Make a saved step whole on all disks, and see to its copy. All ranks of the save."""
+    def note_saved(self, group: RankGroup, step: int, *, copies: bool = False) -> None:
+        """Make a saved step whole on all disks, and see to its copy. All ranks of the save.
+
+        Args:
+            group: Of the save.
+            step: Its step.
+            copies: Whether to copy it in any case, as the machines are about to go.
+        """
         spread_seal(group, self.folder(step))
         self._num_saved += 1
         with self._changed:
-            if self._num_saved % self._copy_every == 0:
+            if copies or self._num_saved % self._copy_every == 0:
                 self._waiting.append(step)
             self._changed.notify_all()
             needed = [*self._waiting, *([] if self._copying is None else [self._copying])]
