@@ -58,7 +58,7 @@ from dcpstore.manager.staging import Frozen, Stager
 from dcpstore.plan import LoadPlanner, SavePlanner
 from dcpstore.plan.rules import Strictness
 from dcpstore.ranks import RankGroup, open_group, steps
-from dcpstore.ranks.agreement import join_ranks
+from dcpstore.ranks.agreement import join_ranks, plain_cause_of_one
 from dcpstore.read.attachments import read_attachment
 from dcpstore.read.reader import ObjectStoreReader
 from dcpstore.report import SaveResult
@@ -537,8 +537,8 @@ class CheckpointManager:
             handle = flight.handle
             if self._when_busy == "replace":
                 flight.is_given_up = handle.cancel()
-            elif self._when_busy == "skip" and steps.broadcast(
-                self._group, "is a save under way", lambda: not handle.done()
+            elif self._when_busy == "skip" and self._from_coordinator(
+                "is a save under way", lambda: not handle.done()
             ):
                 self._events.send(Event("skipped", step, self._run.url_of(step)))
                 return False
@@ -661,7 +661,7 @@ class CheckpointManager:
             waits = self.is_saving and left_s < self._last_seconds
             return waits, max(left_s, 1.0)
 
-        waits, left_s = steps.broadcast(self._group, "save before the end", choose)
+        waits, left_s = self._from_coordinator("save before the end", choose)
         flight = self._flight
         if not waits and flight is not None and flight.handle is not None:
             flight.is_given_up = flight.handle.cancel()
@@ -735,13 +735,12 @@ class CheckpointManager:
         """Agree on the step to restore, and make what reads it."""
         self._chosen = None
         if self._tier is None or step == "best":
-            found = steps.broadcast(
-                self._group,
+            found = self._from_coordinator(
                 "find the step to restore",
                 lambda: self._find(step, passed, may_pass=may_pass),
             )
             return found, None if found is None else self._reader(found)
-        run_id = steps.broadcast(self._group, "look which run it is", self._run.run_id)
+        run_id = self._from_coordinator("look which run it is", self._run.run_id)
         number = None if step == "latest" else step
 
         def newest() -> tuple[int, str] | None:
@@ -751,15 +750,16 @@ class CheckpointManager:
                 return None
             return None if found is None else (found.step, found.folder)
 
-        choice = choose(
-            self._group,
-            self._tier.disk,
-            self._run.place,
-            newest,
-            step=number,
-            accepts=lambda seal: _is_of(seal, run_id) and _step_of(seal) not in passed,
-            config=self._read,
-        )
+        with plain_cause_of_one(self._group):
+            choice = choose(
+                self._group,
+                self._tier.disk,
+                self._run.place,
+                newest,
+                step=number,
+                accepts=lambda seal: _is_of(seal, run_id) and _step_of(seal) not in passed,
+                config=self._read,
+            )
         if choice is None:
             if number is not None:
                 raise NotFoundError(
@@ -846,9 +846,14 @@ class CheckpointManager:
 
     def _claim(self) -> None:
         if self._run_id is None:
-            self._run_id = steps.broadcast(
-                self._group, "claim the run", lambda: self._run.claim(takeover=self._takeover)
+            self._run_id = self._from_coordinator(
+                "claim the run", lambda: self._run.claim(takeover=self._takeover)
             )
+
+    def _from_coordinator(self, step: str, work: Callable[[], _T]) -> _T:
+        """Return what the coordinator finds; its own error, where it is alone."""
+        with plain_cause_of_one(self._group):
+            return steps.broadcast(self._group, step, work)
 
 
 def _as_list(given: _T | Sequence[_T]) -> list[_T]:
