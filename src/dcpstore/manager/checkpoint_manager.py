@@ -394,7 +394,8 @@ class CheckpointManager:
             The number of the step; None if the run has none, so that training begins.
 
         Raises:
-            NotFoundError: If ``step`` is a number that the run has no sealed checkpoint of.
+            NotFoundError: If ``step`` is a number that the run has no sealed checkpoint of, or the
+                best one where no sealed step has the metric.
             CorruptError: If the checkpoint is damaged.
             RankFailures: The same, where there are several ranks.
         """
@@ -439,12 +440,7 @@ class CheckpointManager:
         Raises:
             ConfigError: If there is no such policy.
         """
-        policy = next((one for one in self._keep if isinstance(one, Best)), None)
-        if policy is None:
-            raise ConfigError(
-                "the best step is that of a policy: give keep=[Best(1, 'val_loss', 'min')]"
-            )
-        best = policy.ranked(self._run.facts())
+        best = self._best_policy().ranked(self._run.facts())
         return None if not best else self._run.look(best[0].folder)
 
     def steps(self) -> list[SealedStep]:
@@ -691,8 +687,7 @@ class CheckpointManager:
     ) -> SealedStep | None:
         """Look for the step to restore. On the coordinator."""
         if step == "best":
-            found = self.best()
-            return None if found is None or found.step in passed else found
+            return self._find_best(passed, may_pass=may_pass)
         for number, folder in self._run.candidates():
             if number in passed or (step != "latest" and number != step):
                 continue
@@ -715,6 +710,43 @@ class CheckpointManager:
                 " its steps"
             )
         return None
+
+    def _find_best(
+        self, passed: dict[int, CheckpointError], *, may_pass: bool
+    ) -> SealedStep | None:
+        """Look for the best step; one that cannot be read might be it. On the coordinator."""
+        policy = self._best_policy()
+        facts = self._run.facts()
+        for number, folder in self._run.candidates():
+            if self._run.known(folder) is None and number not in passed:
+                try:
+                    self._run.look(folder)
+                except CorruptError as error:
+                    if not may_pass:
+                        raise
+                    passed[number] = error
+                    url = f"{self._run.url}/{folder}"
+                    self._events.send(Event("failed", number, url, error=error))
+        for one in policy.ranked(facts):
+            found = None if one.step in passed else self._run.look(one.folder)
+            if found is not None:
+                return found
+        if passed:
+            raise next(iter(passed.values()))
+        if facts:
+            raise NotFoundError(
+                f"{self._run.url}: no sealed step has the metric {policy.metric!r}, so none is the"
+                " best; restore the latest one, or report() the metric"
+            )
+        return None
+
+    def _best_policy(self) -> Best:
+        policy = next((one for one in self._keep if isinstance(one, Best)), None)
+        if policy is None:
+            raise ConfigError(
+                "the best step is that of a policy: give keep=[Best(1, 'val_loss', 'min')]"
+            )
+        return policy
 
     def _warn_of_newer(self, found: SealedStep, step: int | Literal["latest", "best"]) -> None:
         newer = sorted({one for one, _ in self._run.candidates() if one > found.step})
