@@ -243,21 +243,25 @@ class CheckpointManager:
         self._preemption: Preemption | None = None
         end = next((one for one in self._policies if isinstance(one, OnPreemption)), None)
         self._end = end
-        if end is not None:
-            self._preemption = Preemption(
-                lambda why: self._agreement.request(why, is_end=True), end.signals, end.notice
-            )
         self._tier: LocalTier | None = None
         self._chosen: Choice | None = None
-        if local is not None:
-            self._tier = self._open_tier(
-                os.fspath(local).replace("{rank}", str(self._group.rank)),
-                copy_every=copy_every,
-                num_kept=keep_local,
-                max_bytes_per_s=copy_bytes_per_s,
-            )
-        if self._policies:
-            self._claim()
+        try:
+            if end is not None:
+                self._preemption = Preemption(
+                    lambda why: self._agreement.request(why, is_end=True), end.signals, end.notice
+                )
+            if local is not None:
+                self._tier = self._open_tier(
+                    os.fspath(local).replace("{rank}", str(self._group.rank)),
+                    copy_every=copy_every,
+                    num_kept=keep_local,
+                    max_bytes_per_s=copy_bytes_per_s,
+                )
+            if self._policies:
+                self._claim()
+        except BaseException:
+            self.close()
+            raise
 
     # --- saving ------------------------------------------------------------------------
 
