@@ -585,7 +585,11 @@ class CheckpointManager:
             self._process_group, self._coordinator, self._deadline_s, action="save", url=url
         )
         try:
-            made = state() if callable(state) else state
+            try:
+                made = state() if callable(state) else state
+            except BaseException:
+                with joining:  # so that the other ranks hear of it, rather than wait for this one
+                    raise
             flight.handle = begin(made, work, url, joining, cutoff, self._stager, self._frozen)
         except BaseException as error:
             self._note_failure(flight, error)
