@@ -523,10 +523,10 @@ class CheckpointManager:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
-        except CheckpointError as failure:
+        except Exception as failure:
             if error is None:
                 raise
-            logger.warning("%s: %s", self._run.url, failure)
+            logger.warning("%s: %r", self._run.url, failure)
 
     # --- how -----------------------------------------------------------------------------
 
