@@ -293,10 +293,11 @@ class CheckpointManager:
             RankFailures: If this save, or one in the background before it, failed.
             Preempted: If the job was told to stop, once this step is sealed or given up.
         """
-        self._raise_failure()
         sealed = {"metrics": metrics, "attachments": attachments, "user_metadata": user_metadata}
         decided = self._agreement.at(step)
-        if decided is not None:
+        if decided is None:
+            self._raise_failure()
+        else:
             self._is_asked = False
             if decided.is_end:
                 return self._save_and_end(step, state, sealed, decided)
