@@ -226,6 +226,7 @@ class CheckpointManager:
         self._resumed: int | None = None
         self._run_id: str | None = None
         self._is_first = True
+        self._has_begun = False
         self._is_asked = False
         self._is_over = False
         self.is_stopping = False
@@ -534,15 +535,13 @@ class CheckpointManager:
     def _begin(self, step: int, state: State, sealed: Mapping[str, Any]) -> bool:
         """Begin a save that is due, unless another is under way and this one is to be skipped."""
         flight = self._flight
-        if flight is not None and flight.handle is not None:
-            handle = flight.handle
-            if self._when_busy == "replace":
-                flight.is_given_up = handle.cancel()
-            elif self._when_busy == "skip" and self._from_coordinator(
-                "is a save under way", lambda: not handle.done()
-            ):
+        # Whether a save is over is not known on all ranks at one step; that one was begun is.
+        if self._when_busy == "skip" and self._has_begun:
+            if self._from_coordinator("is a save under way", lambda: self.is_saving):
                 self._events.send(Event("skipped", step, self._run.url_of(step)))
                 return False
+        elif self._when_busy == "replace" and flight is not None and flight.handle is not None:
+            flight.is_given_up = flight.handle.cancel()
         self._land(may_be_given_up=self._when_busy == "replace")
         self._launch(step, state, sealed, Cutoff())
         return True
@@ -557,6 +556,7 @@ class CheckpointManager:
         is_last: bool = False,
     ) -> None:
         self._claim()
+        self._has_begun = True
         writer = self._writer(step)
         url = writer.checkpoint_id
         writer.attach(step=step, run=self._run_id, **sealed)
