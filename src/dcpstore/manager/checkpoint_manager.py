@@ -25,7 +25,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -344,8 +344,14 @@ class CheckpointManager:
 
         Raises:
             RankFailures: If it failed, or was given up; the last sealed step stays.
+            AbandonedError: If a save that was under way, and goes on, left it no time.
         """
         cutoff = Cutoff(deadline_s)
+        may_wait = deadline_s is not None and self._has_begun
+        if may_wait and not self._from_coordinator(
+            "wait for a save", lambda: self._ends_before(cutoff)
+        ):
+            raise AbandonedError(cutoff.lateness)
         self._land()
         sealed = {"metrics": metrics, "attachments": attachments, "user_metadata": user_metadata}
         self._launch(step, state, sealed, cutoff)
@@ -630,6 +636,12 @@ class CheckpointManager:
             if may_be_given_up and _is_abandoned(error):
                 return None
             raise
+
+    def _ends_before(self, cutoff: Cutoff) -> bool:
+        flight = self._flight
+        if flight is None or flight.handle is None:
+            return True
+        return bool(wait([flight.handle.upload_completion], cutoff.left_s()).done)
 
     def _raise_failure(self) -> None:
         flight = self._flight
