@@ -29,7 +29,7 @@ from pathlib import Path
 from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
 from dcpstore.format.seal import METADATA_KEY, check_relative, is_save_id, read_seal, save_id_of
 from dcpstore.manager.policies import KeepPolicy, Verdict, decide
-from dcpstore.manager.run import DELETING, Run
+from dcpstore.manager.run import DELETING, METRICS, Run
 from dcpstore.store.folder import parse_location
 from dcpstore.text import parse_json
 from dcpstore.write.commit import Proof, keys_named_in, probe, sweep
@@ -205,7 +205,8 @@ def _remove(run: Run, pins: Collection[str], doomed: _Doomed) -> Retired:
     keys = [f"{doomed.folder}/{key}" for key in doomed.keys]
     left = sweep(run.store, keys, Proof.RETIRED, why="a removed step")
     if not left:  # else the note leads the next removal to it
-        sweep(run.store, [doomed.note], Proof.RETIRED, why="a removed step")
+        metrics = f"{METRICS}{doomed.folder}.json"
+        sweep(run.store, [doomed.note, metrics], Proof.RETIRED, why="a removed step")
     place = parse_location(run.url)
     if place.scheme == "file":
         with suppress(OSError):  # it holds something else, too
