@@ -582,7 +582,11 @@ class CheckpointManager:
             return result
 
         joining = join_ranks(
-            self._process_group, self._coordinator, self._deadline_s, action="save", url=url
+            self._process_group,
+            self._coordinator,
+            self._deadline_s,
+            action="save",
+            url=self._run.url_of(step),  # disks may have other names on other ranks
         )
         try:
             made = state() if callable(state) else state
