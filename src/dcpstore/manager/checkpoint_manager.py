@@ -58,7 +58,7 @@ from dcpstore.manager.staging import Frozen, Stager
 from dcpstore.plan import LoadPlanner, SavePlanner
 from dcpstore.plan.rules import Strictness
 from dcpstore.ranks import RankGroup, open_group, steps
-from dcpstore.ranks.agreement import join_ranks
+from dcpstore.ranks.agreement import join_ranks, plain_cause_of_one
 from dcpstore.read.attachments import read_attachment
 from dcpstore.read.reader import ObjectStoreReader
 from dcpstore.report import SaveResult
@@ -243,21 +243,25 @@ class CheckpointManager:
         self._preemption: Preemption | None = None
         end = next((one for one in self._policies if isinstance(one, OnPreemption)), None)
         self._end = end
-        if end is not None:
-            self._preemption = Preemption(
-                lambda why: self._agreement.request(why, is_end=True), end.signals, end.notice
-            )
         self._tier: LocalTier | None = None
         self._chosen: Choice | None = None
-        if local is not None:
-            self._tier = self._open_tier(
-                os.fspath(local).replace("{rank}", str(self._group.rank)),
-                copy_every=copy_every,
-                num_kept=keep_local,
-                max_bytes_per_s=copy_bytes_per_s,
-            )
-        if self._policies:
-            self._claim()
+        try:
+            if end is not None:
+                self._preemption = Preemption(
+                    lambda why: self._agreement.request(why, is_end=True), end.signals, end.notice
+                )
+            if local is not None:
+                self._tier = self._open_tier(
+                    os.fspath(local).replace("{rank}", str(self._group.rank)),
+                    copy_every=copy_every,
+                    num_kept=keep_local,
+                    max_bytes_per_s=copy_bytes_per_s,
+                )
+            if self._policies:
+                self._claim()
+        except BaseException:
+            self.close()
+            raise
 
     # --- saving ------------------------------------------------------------------------
 
@@ -394,7 +398,8 @@ class CheckpointManager:
             The number of the step; None if the run has none, so that training begins.
 
         Raises:
-            NotFoundError: If ``step`` is a number that the run has no sealed checkpoint of.
+            NotFoundError: If ``step`` is a number that the run has no sealed checkpoint of, or the
+                best one where no sealed step has the metric.
             CorruptError: If the checkpoint is damaged.
             RankFailures: The same, where there are several ranks.
         """
@@ -439,12 +444,7 @@ class CheckpointManager:
         Raises:
             ConfigError: If there is no such policy.
         """
-        policy = next((one for one in self._keep if isinstance(one, Best)), None)
-        if policy is None:
-            raise ConfigError(
-                "the best step is that of a policy: give keep=[Best(1, 'val_loss', 'min')]"
-            )
-        best = policy.ranked(self._run.facts())
+        best = self._best_policy().ranked(self._run.facts())
         return None if not best else self._run.look(best[0].folder)
 
     def steps(self) -> list[SealedStep]:
@@ -537,8 +537,8 @@ class CheckpointManager:
             handle = flight.handle
             if self._when_busy == "replace":
                 flight.is_given_up = handle.cancel()
-            elif self._when_busy == "skip" and steps.broadcast(
-                self._group, "is a save under way", lambda: not handle.done()
+            elif self._when_busy == "skip" and self._from_coordinator(
+                "is a save under way", lambda: not handle.done()
             ):
                 self._events.send(Event("skipped", step, self._run.url_of(step)))
                 return False
@@ -589,7 +589,11 @@ class CheckpointManager:
             url=self._run.url_of(step),  # disks may have other names on other ranks
         )
         try:
-            made = state() if callable(state) else state
+            try:
+                made = state() if callable(state) else state
+            except BaseException:
+                with joining:  # so that the other ranks hear of it, rather than wait for this one
+                    raise
             flight.handle = begin(made, work, url, joining, cutoff, self._stager, self._frozen)
         except BaseException as error:
             self._note_failure(flight, error)
@@ -665,7 +669,7 @@ class CheckpointManager:
             waits = self.is_saving and left_s < self._last_seconds
             return waits, max(left_s, 1.0)
 
-        waits, left_s = steps.broadcast(self._group, "save before the end", choose)
+        waits, left_s = self._from_coordinator("save before the end", choose)
         flight = self._flight
         if not waits and flight is not None and flight.handle is not None:
             flight.is_given_up = flight.handle.cancel()
@@ -695,8 +699,7 @@ class CheckpointManager:
     ) -> SealedStep | None:
         """Look for the step to restore. On the coordinator."""
         if step == "best":
-            found = self.best()
-            return None if found is None or found.step in passed else found
+            return self._find_best(passed, may_pass=may_pass)
         for number, folder in self._run.candidates():
             if number in passed or (step != "latest" and number != step):
                 continue
@@ -720,6 +723,43 @@ class CheckpointManager:
             )
         return None
 
+    def _find_best(
+        self, passed: dict[int, CheckpointError], *, may_pass: bool
+    ) -> SealedStep | None:
+        """Look for the best step; one that cannot be read might be it. On the coordinator."""
+        policy = self._best_policy()
+        facts = self._run.facts()
+        for number, folder in self._run.candidates():
+            if self._run.known(folder) is None and number not in passed:
+                try:
+                    self._run.look(folder)
+                except CorruptError as error:
+                    if not may_pass:
+                        raise
+                    passed[number] = error
+                    url = f"{self._run.url}/{folder}"
+                    self._events.send(Event("failed", number, url, error=error))
+        for one in policy.ranked(facts):
+            found = None if one.step in passed else self._run.look(one.folder)
+            if found is not None:
+                return found
+        if passed:
+            raise next(iter(passed.values()))
+        if facts:
+            raise NotFoundError(
+                f"{self._run.url}: no sealed step has the metric {policy.metric!r}, so none is the"
+                " best; restore the latest one, or report() the metric"
+            )
+        return None
+
+    def _best_policy(self) -> Best:
+        policy = next((one for one in self._keep if isinstance(one, Best)), None)
+        if policy is None:
+            raise ConfigError(
+                "the best step is that of a policy: give keep=[Best(1, 'val_loss', 'min')]"
+            )
+        return policy
+
     def _warn_of_newer(self, found: SealedStep, step: int | Literal["latest", "best"]) -> None:
         newer = sorted({one for one, _ in self._run.candidates() if one > found.step})
         if step != "latest" and newer:
@@ -739,13 +779,12 @@ class CheckpointManager:
         """Agree on the step to restore, and make what reads it."""
         self._chosen = None
         if self._tier is None or step == "best":
-            found = steps.broadcast(
-                self._group,
+            found = self._from_coordinator(
                 "find the step to restore",
                 lambda: self._find(step, passed, may_pass=may_pass),
             )
             return found, None if found is None else self._reader(found)
-        run_id = steps.broadcast(self._group, "look which run it is", self._run.run_id)
+        run_id = self._from_coordinator("look which run it is", self._run.run_id)
         number = None if step == "latest" else step
 
         def newest() -> tuple[int, str] | None:
@@ -755,15 +794,16 @@ class CheckpointManager:
                 return None
             return None if found is None else (found.step, found.folder)
 
-        choice = choose(
-            self._group,
-            self._tier.disk,
-            self._run.place,
-            newest,
-            step=number,
-            accepts=lambda seal: _is_of(seal, run_id) and _step_of(seal) not in passed,
-            config=self._read,
-        )
+        with plain_cause_of_one(self._group):
+            choice = choose(
+                self._group,
+                self._tier.disk,
+                self._run.place,
+                newest,
+                step=number,
+                accepts=lambda seal: _is_of(seal, run_id) and _step_of(seal) not in passed,
+                config=self._read,
+            )
         if choice is None:
             if number is not None:
                 raise NotFoundError(
@@ -850,9 +890,14 @@ class CheckpointManager:
 
     def _claim(self) -> None:
         if self._run_id is None:
-            self._run_id = steps.broadcast(
-                self._group, "claim the run", lambda: self._run.claim(takeover=self._takeover)
+            self._run_id = self._from_coordinator(
+                "claim the run", lambda: self._run.claim(takeover=self._takeover)
             )
+
+    def _from_coordinator(self, step: str, work: Callable[[], _T]) -> _T:
+        """Return what the coordinator finds; its own error, where it is alone."""
+        with plain_cause_of_one(self._group):
+            return steps.broadcast(self._group, step, work)
 
 
 def _as_list(given: _T | Sequence[_T]) -> list[_T]:
