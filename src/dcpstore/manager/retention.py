@@ -1,6 +1,6 @@
 """Removing the steps of a run that no policy keeps; no crash and no race loses another. No torch.
 
-For each step that goes:
+Nothing goes unless the newest step that stays is still there. For each step that goes:
 
 1. read its metadata: which objects it consists of, and that it is still the save that was judged
 2. list its folder: objects of another save that are younger than a day may be a save under way,
@@ -119,6 +119,9 @@ def retire(
     going = [one for one in verdicts if not one.stays]
     if not going:
         return []
+    if lost := _lost(run, verdicts):
+        logger.warning("%s: nothing is removed: %s", run.url, lost)
+        return [Retired(v.step, v.folder, f"{run.url}/{v.folder}", why_not=lost) for v in going]
     with ThreadPoolExecutor(_MAX_REQUESTS, "dcpstore-retire") as executor:
         doomed = list(executor.map(partial(_announce, run, clock), going))
         ready = [one for one in doomed if isinstance(one, _Doomed)]
@@ -130,6 +133,28 @@ def retire(
             logger.warning("%s stays: %s", one.url, one.why_not)
         run.forget(one.step)  # even a delete that failed may have taken effect
     return [found[one.folder] for one in going]
+
+
+def _lost(run: Run, verdicts: Sequence[Verdict]) -> str:
+    """Return which step that was to stay is not there any more; empty if the newest ones are.
+
+    A `Run` looks at each step once, and others may have removed one since: what goes may be all
+    that there is. One small request for each run whose steps lie there.
+    """
+    newest: dict[str | None, SealedStep] = {}
+    for verdict in verdicts:
+        known = run.known(verdict.folder)
+        if verdict.stays and known is not None and known.layout != "safetensors":
+            newest.setdefault(known.facts.run, known)
+    for one in newest.values():
+        try:
+            why = "" if run.look(one.folder) is not None else "it is not there any more"
+        except CheckpointError as error:
+            why = str(error)
+        if why:
+            run.forget(one.step)
+            return f"{one.url} was to stay, and {why}. What stays is decided anew the next time"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
