@@ -25,7 +25,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -226,6 +226,7 @@ class CheckpointManager:
         self._resumed: int | None = None
         self._run_id: str | None = None
         self._is_first = True
+        self._has_begun = False
         self._is_asked = False
         self._is_over = False
         self.is_stopping = False
@@ -293,10 +294,11 @@ class CheckpointManager:
             RankFailures: If this save, or one in the background before it, failed.
             Preempted: If the job was told to stop, once this step is sealed or given up.
         """
-        self._raise_failure()
         sealed = {"metrics": metrics, "attachments": attachments, "user_metadata": user_metadata}
         decided = self._agreement.at(step)
-        if decided is not None:
+        if decided is None:
+            self._raise_failure()
+        else:
             self._is_asked = False
             if decided.is_end:
                 return self._save_and_end(step, state, sealed, decided)
@@ -342,8 +344,14 @@ class CheckpointManager:
 
         Raises:
             RankFailures: If it failed, or was given up; the last sealed step stays.
+            AbandonedError: If a save that was under way, and goes on, left it no time.
         """
         cutoff = Cutoff(deadline_s)
+        may_wait = deadline_s is not None and self._has_begun
+        if may_wait and not self._from_coordinator(
+            "wait for a save", lambda: self._ends_before(cutoff)
+        ):
+            raise AbandonedError(cutoff.lateness)
         self._land()
         sealed = {"metrics": metrics, "attachments": attachments, "user_metadata": user_metadata}
         self._launch(step, state, sealed, cutoff)
@@ -430,6 +438,10 @@ class CheckpointManager:
         self._last_step = self._resumed = found.step
         self._last_began_s = self._clock()
         self.restored = found
+        if self._run_id is not None:  # so that nobody else removes it either
+            steps.broadcast(
+                self._group, "renew the claim", lambda: self._run.renew(found.step, found.step)
+            )
         seconds, num_bytes = self._clock() - began_s, result.job.needed_bytes
         self._events.send(Event("restored", found.step, found.url, seconds, num_bytes))
         return found.step
@@ -523,25 +535,23 @@ class CheckpointManager:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
-        except CheckpointError as failure:
+        except Exception as failure:
             if error is None:
                 raise
-            logger.warning("%s: %s", self._run.url, failure)
+            logger.warning("%s: %r", self._run.url, failure)
 
     # --- how -----------------------------------------------------------------------------
 
     def _begin(self, step: int, state: State, sealed: Mapping[str, Any]) -> bool:
         """Begin a save that is due, unless another is under way and this one is to be skipped."""
         flight = self._flight
-        if flight is not None and flight.handle is not None:
-            handle = flight.handle
-            if self._when_busy == "replace":
-                flight.is_given_up = handle.cancel()
-            elif self._when_busy == "skip" and self._from_coordinator(
-                "is a save under way", lambda: not handle.done()
-            ):
+        # Whether a save is over is not known on all ranks at one step; that one was begun is.
+        if self._when_busy == "skip" and self._has_begun:
+            if self._from_coordinator("is a save under way", lambda: self.is_saving):
                 self._events.send(Event("skipped", step, self._run.url_of(step)))
                 return False
+        elif self._when_busy == "replace" and flight is not None and flight.handle is not None:
+            flight.is_given_up = flight.handle.cancel()
         self._land(may_be_given_up=self._when_busy == "replace")
         self._launch(step, state, sealed, Cutoff())
         return True
@@ -556,6 +566,7 @@ class CheckpointManager:
         is_last: bool = False,
     ) -> None:
         self._claim()
+        self._has_begun = True
         writer = self._writer(step)
         url = writer.checkpoint_id
         writer.attach(step=step, run=self._run_id, **sealed)
@@ -633,6 +644,12 @@ class CheckpointManager:
             if may_be_given_up and _is_abandoned(error):
                 return None
             raise
+
+    def _ends_before(self, cutoff: Cutoff) -> bool:
+        flight = self._flight
+        if flight is None or flight.handle is None:
+            return True
+        return bool(wait([flight.handle.upload_completion], cutoff.left_s()).done)
 
     def _raise_failure(self) -> None:
         flight = self._flight
