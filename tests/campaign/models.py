@@ -48,6 +48,7 @@ from dcpstore.store.base import (
     ObjectInfo,
     Part,
     PutMode,
+    Tail,
     as_bytes_view,
     check_key,
     checked_pieces,
@@ -374,6 +375,11 @@ class ModelStore:
             asked, start, end, lambda: self._send("get", asked, act, _half), lambda: self.head(key)
         )
 
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Fetch the last bytes of an object."""
+        whole = self.get(key)
+        return Tail(whole.data[-num_bytes:], len(whole.data), whole.etag)
+
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
         asked = Asked("head", check_key(key), self.url)
@@ -408,6 +414,11 @@ class ModelStore:
             return [_info(key, objects[key]) for key in sorted(objects) if key.startswith(prefix)]
 
         yield from self._send("list", asked, act)
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names of the folders right below a folder."""
+        rest = (one.key[len(prefix) :] for one in self.list(prefix))
+        return sorted({name.partition("/")[0] for name in rest if "/" in name})
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Delete objects; a missing one is no error."""

@@ -10,7 +10,8 @@ concurrency belongs to the executors above. A typical save and load call it so:
 4. load, every rank:  ``get(".metadata")``, ``get`` of a large manifest
 5. load, every rank:  ``get_range`` many times, from many threads
 
-``list`` and ``delete_many`` serve clean-up and discovery, never a save or a load.
+``list``, ``folders``, ``get_tail`` and ``delete_many`` serve clean-up and discovery, never a save
+or a load.
 
 A store may do more, which its caller has to ask for first: receive ranges straight into memory of
 the caller's (`FillsMemory`), and let the provider copy objects by itself (`ServerCopies`).
@@ -219,6 +220,19 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_prefix(prefix: str) -> str:
+    """Return the prefix of a folder if it is one: empty, or a key and a ``/``.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    if prefix and not prefix.endswith("/"):
+        raise ConfigError(f"{prefix!r} is not the prefix of a folder: it needs a '/' at its end")
+    if prefix:
+        check_key(prefix[:-1])
+    return prefix
+
+
 def pieces_of(part: Part) -> tuple[memoryview, ...]:
     """View the pieces of a part as flat bytes, without a copy."""
     pieces = part if isinstance(part, tuple) else (part,)
@@ -322,6 +336,21 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of an object.
+
+    Attributes:
+        data: Its last bytes (read-only to the caller).
+        size_bytes: Length of the whole object.
+        etag: As of `ObjectInfo`.
+    """
+
+    data: memoryview
+    size_bytes: int
+    etag: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a store can promise.
 
@@ -386,6 +415,18 @@ class Store(Protocol):
             StoreError: (retryable) if the answer is shorter or longer than asked for.
         """
 
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Fetch the last bytes of an object, all if it is shorter, and learn how long it is.
+
+        One request where the store has ranges from the end, else a ``head`` and a ``get_range``.
+
+        Raises:
+            ConfigError: If ``num_bytes`` is not positive.
+            NotFoundError: If there is no such object or bucket.
+            StoreError: (retryable) if the answer is shorter or longer than asked for, or the
+                object was replaced between two requests.
+        """
+
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes.
 
@@ -420,6 +461,17 @@ class Store(Protocol):
         """Yield every object whose key starts with the folder ``prefix``, at any depth.
 
         ``prefix`` is empty or ends with ``/``. Follows pages. The order is the store's.
+        """
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names of the folders right below the folder ``prefix``, without slashes.
+
+        A folder is what objects lie below, at any depth. ``prefix`` is empty or ends with ``/``.
+        Follows pages; an absent folder has none. The order is the store's.
+
+        Raises:
+            ConfigError: If ``prefix`` is not that of a folder.
+            NotFoundError: If there is no such bucket.
         """
 
     def delete_many(self, keys: Sequence[str]) -> None:

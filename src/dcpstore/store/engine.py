@@ -40,9 +40,11 @@ from dcpstore.store.base import (
     Part,
     PutMode,
     StoreLimits,
+    Tail,
     as_bytes_view,
     chained,
     check_key,
+    check_prefix,
     checked_pieces,
     joined,
     limits_of,
@@ -444,6 +446,49 @@ class Engine(ABC):
     def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
         """Fetch a range that is not empty; its length is checked afterwards."""
 
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Fetch the last bytes of an object, all if it is shorter, and learn how long it is.
+
+        Servers refuse such a range of an empty object, and some any: those are asked twice.
+        """
+        if num_bytes <= 0:
+            raise ConfigError(f"num_bytes={num_bytes} is not positive")
+        path, asked = self._path(key), Asked(f"get the last {num_bytes} bytes of", key, self.url)
+        try:
+            tail = self._fetch_tail(asked, path, num_bytes)
+        except StoreError as error:
+            if error.retryable or error.denied:
+                raise
+            tail = None
+        return tail or self._tail_of_range(asked, num_bytes)
+
+    def _fetch_tail(self, asked: Asked, path: str, num_bytes: int) -> Tail | None:
+        """Fetch the tail in one request; None where that cannot be."""
+        del asked, path, num_bytes
+        return None
+
+    def _tail_of_range(self, asked: Asked, num_bytes: int) -> Tail:
+        """Look how long the object is, and fetch its end. The mark is never too new."""
+        found = self.head(asked.key)
+        size_bytes = found.size_bytes
+        try:
+            data = self.get_range(asked.key, max(0, size_bytes - num_bytes), size_bytes)
+        except CorruptError as error:
+            raise StoreError(
+                f"{asked} failed: the object was replaced meanwhile", key=asked.key, retryable=True
+            ) from error
+        return Tail(data, size_bytes, found.etag)
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names of the folders right below the folder ``prefix``."""
+        check_prefix(prefix)
+        self._limits.check_key(prefix)
+        return self._folders(Asked("list the folders of", prefix, self.url), self._root + prefix)
+
+    @abstractmethod
+    def _folders(self, asked: Asked, below: str) -> Sequence[str]:
+        """List the folders below a path, which is empty or ends with a slash."""
+
     def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
         """Store one object in one atomic request and return its ETag."""
         path, body = self._path(key), as_bytes_view(data)
@@ -517,6 +562,38 @@ class Engine(ABC):
     def __reduce__(self) -> tuple[Any, ...]:
         made = partial(type(self), part_policy=self._part_policy, limits=self._given_limits)
         return made, (self._location, self._options)
+
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
+
+
+def tail_in(
+    asked: Asked, num_bytes: int, content_range: str, data: memoryview, etag: str | None
+) -> Tail | None:
+    """Read the answer to a range from the end, perhaps the whole object; None if it is unclear."""
+    if not content_range:
+        return Tail(data[-num_bytes:], len(data), etag)
+    span = _CONTENT_RANGE.fullmatch(content_range)
+    if span is None:
+        return None
+    return checked_tail(asked, num_bytes, int(span[1]), Tail(data, int(span[2]), etag))
+
+
+def checked_tail(asked: Asked, num_bytes: int, start: int, tail: Tail) -> Tail:
+    """Return what came from ``start`` on, if it is the end that was asked for.
+
+    Raises:
+        StoreError: (retryable) If it is not.
+    """
+    due_bytes = min(num_bytes, tail.size_bytes)
+    if (start, len(tail.data)) != (tail.size_bytes - due_bytes, due_bytes):
+        raise StoreError(
+            f"{asked} failed: {len(tail.data)} bytes from {start} on came instead of the last"
+            f" {due_bytes} of {tail.size_bytes}",
+            key=asked.key,
+            retryable=True,
+        )
+    return tail
 
 
 def check_length(

@@ -48,11 +48,13 @@ from dcpstore.store.base import (
     ObjectInfo,
     PutMode,
     StoreLimits,
+    Tail,
     joined,
     limits_of,
 )
-from dcpstore.store.engine import Asked, Engine, PartStream, check_condition
+from dcpstore.store.engine import Asked, Engine, PartStream, check_condition, tail_in
 from dcpstore.store.fsspec_clients import FsspecClients, from_fsspec, run_within, sync_within
+from dcpstore.store.local import TEMPORARY, folders_in
 from dcpstore.store.retry import (
     RetryPolicy,
     TimeLimit,
@@ -62,7 +64,6 @@ from dcpstore.store.retry import (
 from dcpstore.store.s3fs_engine import S3fsStore
 
 _DELETE_THREADS = 8
-TEMPORARY = ".dcpstore-tmp-"
 _ETAG_NAMES = ("generation", "ETag", "etag", "e_tag", "version_id", "mtime", "modified", "created")
 _MODIFIED_NAMES = ("LastModified", "updated", "last_modified", "mtime", "modified", "created")
 # fsspec's memory filesystem is one per process, so its conditional puts need one lock
@@ -199,6 +200,46 @@ class FsspecStore(Engine):
             key = path[cut:]
             if info.get("type") != "directory" and key and TEMPORARY not in key:
                 yield info_of(key, info)
+
+    def _fetch_tail(self, asked: Asked, path: str, num_bytes: int) -> Tail | None:
+        if self._location.scheme != "gs":
+            return None
+
+        def call() -> Tail | None:
+            fs, most_s = self._clients.get(), self._time.reading_s()
+            headers, data = get_end(most_s, fs, path, num_bytes)
+            if "x-goog-generation" not in headers:
+                return None
+            told, mark = headers.get("Content-Range", ""), headers["x-goog-generation"]
+            return tail_in(asked, num_bytes, told, _view(data), mark)
+
+        return self._ask(asked, call)
+
+    def _folders(self, asked: Asked, below: str) -> Sequence[str]:
+        def call() -> Sequence[str]:
+            fs, scheme = self._clients.get(), self._location.scheme
+            if scheme == "file":
+                return folders_in(fs._strip_protocol(below))  # noqa: SLF001 - as in `list`
+            if scheme == "memory":  # its own listing stops at an object that is a folder, too
+                root = fs._strip_protocol(below).rstrip("/") + "/"  # noqa: SLF001 - as in `list`
+                rest = [path[len(root) :] for path in list(fs.store) if path.startswith(root)]
+                return sorted({name.partition("/")[0] for name in rest if "/" in name})
+            if scheme == "gs":
+                return prefixes_of(self._time.left_s(), fs, below)
+            return self._folders_by_fsspec(fs, below.rstrip("/"))
+
+        return self._ask(asked, call)
+
+    def _folders_by_fsspec(self, fs: Any, below: str) -> Sequence[str]:
+        try:
+            found = run_within(self._time.left_s(), fs, "ls", below, detail=True)
+        except FileNotFoundError:
+            # An absent folder is empty, but an absent bucket is none.
+            if self._location.bucket:
+                run_within(self._time.left_s(), fs, "find", below, maxdepth=1)
+            return []
+        paths = (info["name"].rstrip("/") for info in found if info.get("type") == "directory")
+        return sorted({path.rpartition("/")[2] for path in paths if path != below.rstrip("/")})
 
     def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
         with ThreadPoolExecutor(_DELETE_THREADS, "dcpstore-delete") as pool:
@@ -540,6 +581,28 @@ def rewrite(fs: Any, source_path: str, path: str, mode: PutMode, policy: RetryPo
         )
         answer = json.loads(contents)
         more["rewriteToken"] = answer.get("rewriteToken", "")
+
+
+def get_end(most_s: float, fs: Any, path: str, num_bytes: int) -> tuple[Mapping[str, str], bytes]:
+    """Fetch the last bytes of an object of Google's; return headers and contents."""
+    _, headers, contents = _request_once(
+        most_s, fs, "GET", fs.url(path), headers={"Range": f"bytes=-{num_bytes}"}
+    )
+    return headers, contents
+
+
+def prefixes_of(most_s: float, fs: Any, below: str) -> list[str]:
+    """List the names that Google finds between a prefix and the next slash, page by page."""
+    bucket, _, prefix = below.partition("/")
+    more: dict[str, str] = {"prefix": prefix} if prefix else {}
+    found: list[str] = []
+    while True:
+        _, _, contents = _request_once(most_s, fs, "GET", "b/{}/o", bucket, delimiter="/", **more)
+        page = json.loads(contents)
+        found += [name[len(prefix) : -1] for name in page.get("prefixes", ())]
+        if not page.get("nextPageToken"):
+            return found
+        more["pageToken"] = page["nextPageToken"]
 
 
 def _request_once(

@@ -45,6 +45,7 @@ from dcpstore.store.base import (
     Location,
     ObjectInfo,
     PutMode,
+    Tail,
     num_bytes_of,
 )
 from dcpstore.store.engine import (
@@ -57,12 +58,14 @@ from dcpstore.store.engine import (
     Publication,
     WrongRegionError,
     check_length,
+    checked_tail,
     from_answer,
     no_connection,
     trimmed,
     unresolved,
 )
 from dcpstore.store.http_ranges import HttpRanges, open_ranges, region_of
+from dcpstore.store.local import folders_in
 from dcpstore.store.options import ObstoreSettings, translate
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 from dcpstore.text import redact
@@ -341,6 +344,18 @@ class ObstoreStore(Engine):
             with destination.writing(lambda: None):
                 destination.take(data, at)
 
+    def _fetch_tail(self, asked: Asked, path: str, num_bytes: int) -> Tail | None:
+        if self._location.scheme == "az":  # it knows no ranges from the end
+            return None
+
+        def call() -> Tail:
+            answer = obstore.get(self._client(), path, options={"range": {"suffix": num_bytes}})
+            mark, size_bytes = self._mark(answer.meta), answer.meta["size"]
+            tail = Tail(memoryview(answer.bytes()), size_bytes, mark)
+            return checked_tail(asked, num_bytes, answer.range[0], tail)
+
+        return self._ask_again_elsewhere(asked, call)
+
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
         path = self._path(key)
@@ -407,6 +422,16 @@ class ObstoreStore(Engine):
             for meta in chunk:
                 yield self._info(meta)
             chunk = self._ask(asked, lambda: next(stream, None))
+
+    def _folders(self, asked: Asked, below: str) -> Sequence[str]:
+        if self._location.scheme == "file":
+            return self._ask(asked, lambda: folders_in(f"/{below}"))
+
+        def call() -> list[str]:
+            found = obstore.list_with_delimiter(self._client(), prefix=below.rstrip("/") or None)
+            return [path.rpartition("/")[2] for path in found["common_prefixes"]]
+
+        return self._ask_again_elsewhere(asked, call)
 
     def close(self) -> None:
         """Drop the clients; a later call opens new ones."""
@@ -613,6 +638,8 @@ def _read_obstore(name: str, error: BaseException, text: str) -> Answer:
     }.get(name)
     if known is None and isinstance(error, FileNotFoundError):
         known = 404
+    if known is None and isinstance(error, PermissionError):  # Python's own
+        known = 403
     if known is None and "without LOCATION" in text:
         known = 301
     number = known or (int(status.group(1)) if status else None)

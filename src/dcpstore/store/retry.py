@@ -6,8 +6,8 @@ Each try has a time-out, and the request with all its tries a deadline; see `Ret
 What is repeated, and when:
 
 ===================================  ====================================================
-get, get_range, fill, head,          on any retryable error
-delete_many
+get, get_range, fill, get_tail,      on any retryable error
+head, folders, delete_many
 put, overwrite                       on any retryable error: the same bytes land twice
 put, create or IfMatch               only when throttled. Any other lost answer is settled by
                                      the caller, who can read back what is there
@@ -50,6 +50,7 @@ from dcpstore.store.base import (
     PutMode,
     ServerCopies,
     Store,
+    Tail,
     as_bytes_view,
 )
 
@@ -332,6 +333,10 @@ class WrappedStore:
         call = Call("get_range", key, start, start + destination.num_bytes)
         self._pass(call, lambda inner: cast("FillsMemory", inner).fill(key, start, destination))
 
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Fetch the last bytes of an object, all if it is shorter, and learn how long it is."""
+        return self._pass(Call("get_tail", key), lambda inner: inner.get_tail(key, num_bytes))
+
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
         return self._pass(Call("head", key), lambda inner: inner.head(key))
@@ -358,6 +363,10 @@ class WrappedStore:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below the folder ``prefix``."""
         yield from self._pass(Call("list", prefix), lambda inner: inner.list(prefix))
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names of the folders right below the folder ``prefix``."""
+        return self._pass(Call("folders", prefix), lambda inner: inner.folders(prefix))
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Delete objects; a missing one is no error."""

@@ -26,6 +26,7 @@ from dcpstore.store.base import (
     IfMatch,
     ObjectInfo,
     PutMode,
+    Tail,
     joined,
 )
 from dcpstore.store.engine import (
@@ -36,6 +37,7 @@ from dcpstore.store.engine import (
     Publication,
     check_condition,
     from_answer,
+    tail_in,
 )
 from dcpstore.store.fsspec_clients import FsspecClients, from_fsspec, sync_within
 from dcpstore.store.ranges import cut
@@ -208,6 +210,12 @@ class S3fsStore(Engine):
         span = f"bytes={start}-{end - 1}"
         return self._fetch(asked, path, self._time.reading_s(), Range=span)[1]
 
+    def _fetch_tail(self, asked: Asked, path: str, num_bytes: int) -> Tail | None:
+        span = f"bytes=-{num_bytes}"
+        answer, data = self._fetch(asked, path, self._time.reading_s(), Range=span)
+        told = answer.get("ContentRange") or ""
+        return tail_in(asked, num_bytes, told, data, answer.get("ETag") or None)
+
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
         found = self.send(Asked("head", key, self.url), "head_object", Key=self._path(key))
@@ -283,6 +291,14 @@ class S3fsStore(Engine):
             for one in page.get("Contents", ()):
                 key = one["Key"].removeprefix(self._root)
                 yield ObjectInfo(key, one["Size"], one.get("ETag") or None, one["LastModified"])
+
+    def _folders(self, asked: Asked, below: str) -> Sequence[str]:
+        send = partial(self.send, asked, "list_objects_v2", Prefix=below, Delimiter="/")
+        return [
+            one["Prefix"][len(below) : -1]
+            for page in pages_of(send, {"ContinuationToken": "NextContinuationToken"})
+            for one in page.get("CommonPrefixes", ())
+        ]
 
     def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
         asked = Asked(f"delete {len(paths)} objects, first", paths[0], self.url)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -19,6 +19,7 @@ from dcpstore.store.base import (
     ObjectInfo,
     Part,
     Store,
+    Tail,
     num_bytes_of,
     pieces_of,
 )
@@ -45,7 +46,7 @@ class StoreFault:
             `retry_after_s`; ``lost_ack`` does what was asked and then fails;
             ``crash`` does nothing, and every later request fails too; ``crash_after``
             does what was asked first; ``short``, ``long`` and ``flip`` spoil the
-            answer of a ``get`` or ``get_range``.
+            answer of a ``get``, ``get_range`` or ``get_tail``.
         verb: Which verb; None for any.
         key: A part of the key; empty for any.
         at: Take the requests that match from this one on, counted from 0.
@@ -207,14 +208,16 @@ def _failure(fault: StoreFault, verb: str, key: str) -> StoreError:
 
 
 def _spoilt(answer: object, call: Call, fault: StoreFault) -> object:
-    """Return a damaged answer of a ``get``, a ``get_range`` or a ``fill``; others as they are.
+    """Return a damaged answer of a get of any kind; others as they are.
 
-    ``short`` and ``long`` ranges are what an engine makes of them: a retryable error.
+    ``short`` and ``long`` ranges and tails are what an engine makes of them: a retryable error.
     """
     if isinstance(answer, Fetched):
         return Fetched(_spoil(answer.data, fault), answer.etag)
-    if isinstance(answer, memoryview | Destination) and fault.kind != "flip":
+    if isinstance(answer, memoryview | Destination | Tail) and fault.kind != "flip":
         raise _failure(fault, call.verb, call.key)
+    if isinstance(answer, Tail):
+        return replace(answer, data=_spoil(answer.data, fault))
     if isinstance(answer, memoryview):
         return _spoil(answer, fault)
     if isinstance(answer, Destination):
@@ -384,8 +387,9 @@ class RecordingStore(WrappedStore):
 
     @property
     def num_bytes_fetched(self) -> int:
-        """Bytes that ``get`` and ``get_range`` brought."""
-        return sum(r.num_bytes for r in self.requests if r.verb in ("get", "get_range"))
+        """Bytes that ``get``, ``get_range`` and ``get_tail`` brought."""
+        gets = ("get", "get_range", "get_tail")
+        return sum(r.num_bytes for r in self.requests if r.verb in gets)
 
     @property
     def num_bytes_put(self) -> int:
@@ -456,7 +460,7 @@ class RecordingStore(WrappedStore):
 
 
 def _answered_bytes(call: Call, answer: object) -> int:
-    """Return how many bytes the answer to a ``get``, a ``get_range`` or a ``fill`` brought."""
-    if isinstance(answer, Fetched):
+    """Return how many bytes the answer to a get of any kind brought."""
+    if isinstance(answer, Fetched | Tail):
         return len(answer.data)
     return 0 if call.start is None or call.end is None else max(0, call.end - call.start)
