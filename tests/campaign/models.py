@@ -38,7 +38,7 @@ import obstore.exceptions
 from typing_extensions import Buffer
 
 from campaign.schedule import Fault, Schedule, Script
-from dcpstore.errors import CheckpointError, NotFoundError, StoreError
+from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreError
 from dcpstore.store.base import (
     NO_LIMITS,
     Capabilities,
@@ -51,6 +51,7 @@ from dcpstore.store.base import (
     Tail,
     as_bytes_view,
     check_key,
+    check_prefix,
     checked_pieces,
     joined,
 )
@@ -377,6 +378,8 @@ class ModelStore:
 
     def get_tail(self, key: str, num_bytes: int) -> Tail:
         """Fetch the last bytes of an object."""
+        if num_bytes <= 0:
+            raise ConfigError(f"num_bytes={num_bytes}")
         whole = self.get(key)
         return Tail(whole.data[-num_bytes:], len(whole.data), whole.etag)
 
@@ -417,7 +420,7 @@ class ModelStore:
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Return the names of the folders right below a folder."""
-        rest = (one.key[len(prefix) :] for one in self.list(prefix))
+        rest = (one.key[len(prefix) :] for one in self.list(check_prefix(prefix)))
         return sorted({name.partition("/")[0] for name in rest if "/" in name})
 
     def delete_many(self, keys: Sequence[str]) -> None:
@@ -743,6 +746,16 @@ class ModelFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
         found = self._send("list", path, act)
         return found if detail else list(found)
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        """List what lies right below a folder, folders among it."""
+        below = path.rstrip("/") + "/"
+        found: dict[tuple[str, bool], dict[str, Any]] = {}
+        for one, info in self.find(path, detail=True).items():
+            name, slash, _ = one.removeprefix(below).partition("/")
+            folder = {"name": below + name, "size": 0, "type": "directory"}
+            found[name, bool(slash)] = folder if slash else info
+        return list(found.values()) if detail else [info["name"] for info in found.values()]
 
     def rm_file(self, path: str) -> None:
         """Delete an object."""
