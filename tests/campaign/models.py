@@ -530,7 +530,7 @@ class FileModel(ModelStore):
     one that a schedule's ``put`` counts. Compare-and-swap is a comparison before them.
 
     Args:
-        is_fsspec: The errors, and the order of a compare-and-swap, are those of the fsspec
+        is_fsspec: The errors of reads, and the order of a compare-and-swap, are those of the fsspec
             engine; else of obstore.
     """
 
@@ -562,7 +562,7 @@ class FileModel(ModelStore):
     def answer(self, asked: Asked, word: str) -> CheckpointError:
         """Return what an engine makes of an error of the operating system."""
         number = _ERRNO[word]
-        if self._is_fsspec:
+        if self._is_fsspec or asked.verb == "put":  # both engines write by Python's means
             return from_fsspec(asked, OSError(number, os.strerror(number)))
         what = f"{os.strerror(number)} (os error {number})"
         if number == errno.ENOENT:

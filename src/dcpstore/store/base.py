@@ -23,12 +23,11 @@ scheme  parts       a part      a put      an object   a key
 ======  ==========  ==========  =========  ==========  ===================================
 s3, gs  10,000      5 GiB       5 GiB      5 TiB       1,024 bytes of UTF-8
 az      50,000      4,000 MiB   5,000 MiB  4.75 TiB    1,024 characters
-file                                                   4,095 bytes, 252 between slashes
+file                                                   4,095 bytes, 255 between slashes
 ======  ==========  ==========  =========  ==========  ===================================
 
 From "Amazon S3 multipart upload limits", "Cloud Storage quotas and limits", and "Scalability and
 performance targets for Blob storage", whose 4.75 TiB hold for every version of Azure's service.
-Linux takes names of 255 bytes; obstore uses three for the file that it writes before the rename.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ _KNOWN = {
         max_object_bytes=19 * _TIB // 4,
         max_key_chars=1024,
     ),
-    "file": StoreLimits(max_key_bytes=4095, max_name_bytes=252),
+    "file": StoreLimits(max_key_bytes=4095, max_name_bytes=255),
 }
 
 

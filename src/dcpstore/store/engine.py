@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from typing_extensions import Buffer, Self
@@ -373,6 +374,7 @@ class Engine(ABC):
         part_policy: How long a request may take, and how long the engine keeps trying to send a
             part of `put_parts`, and to copy.
         limits: The most that the store takes; None for what is known of the scheme.
+        sync_local: Flush what is put into a local folder to the medium.
     """
 
     _foreign_errors: tuple[type[Exception], ...] = (Exception,)
@@ -385,8 +387,10 @@ class Engine(ABC):
         *,
         part_policy: RetryPolicy | None = None,
         limits: StoreLimits | None = None,
+        sync_local: bool = True,
     ) -> None:
         self._location = location
+        self._flushed: set[Path] | None = set() if sync_local else None
         self._options = dict(storage_options or {})
         self._part_policy = part_policy or RetryPolicy()
         self._time = TimeLimit(self._part_policy)
@@ -560,7 +564,12 @@ class Engine(ABC):
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = partial(type(self), part_policy=self._part_policy, limits=self._given_limits)
+        made = partial(
+            type(self),
+            part_policy=self._part_policy,
+            limits=self._given_limits,
+            sync_local=self._flushed is not None,
+        )
         return made, (self._location, self._options)
 
 

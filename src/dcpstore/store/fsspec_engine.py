@@ -8,8 +8,8 @@ How each kind of filesystem publishes an object whole or not at all:
 =========  ================================  ===========================================
 kind       put                               put_parts
 =========  ================================  ===========================================
-local      temporary file, then rename, or   the same temporary file, part by part
-           link for create
+local      temporary file, flushed, then     the same temporary file, part by part
+           rename, or link for create
 memory     one assignment under a lock       collected, then one assignment
 Google     one request under a precondition  a resumable upload
 others     ``pipe_file``                     ``open(autocommit=False)``, then ``commit``
@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +53,7 @@ from dcpstore.store.base import (
 )
 from dcpstore.store.engine import Asked, Engine, PartStream, check_condition, tail_in
 from dcpstore.store.fsspec_clients import FsspecClients, from_fsspec, run_within, sync_within
-from dcpstore.store.local import TEMPORARY, folders_in
+from dcpstore.store.local import TEMPORARY, LocalFile, folders_in
 from dcpstore.store.retry import (
     RetryPolicy,
     TimeLimit,
@@ -75,11 +74,11 @@ _LONG_BYTES = 1 << 40  # of a copy that Google makes: the longest time-out
 
 
 def open_fsspec(
-    location: Location, options: Mapping[str, Any], policy: RetryPolicy
+    location: Location, options: Mapping[str, Any], policy: RetryPolicy, *, sync_local: bool = True
 ) -> FsspecStore | S3fsStore:
     """Open the engine over fsspec for a location."""
     kind = S3fsStore if location.scheme == "s3" else FsspecStore
-    return kind(location, options, part_policy=policy)
+    return kind(location, options, part_policy=policy, sync_local=sync_local)
 
 
 class FsspecStore(Engine):
@@ -164,7 +163,7 @@ class FsspecStore(Engine):
             raise
 
     def _upload(self, path: str, part_bytes: int) -> _Upload:
-        return self._kind(self._clients.get(), path, part_bytes, self._part_policy)
+        return self._kind(self._clients.get(), path, part_bytes, self._part_policy, self._flushed)
 
     def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let Google copy an object, however large; nobody else is asked to."""
@@ -219,7 +218,7 @@ class FsspecStore(Engine):
         def call() -> Sequence[str]:
             fs, scheme = self._clients.get(), self._location.scheme
             if scheme == "file":
-                return folders_in(fs._strip_protocol(below))  # noqa: SLF001 - as in `list`
+                return folders_in(Path(below))
             if scheme == "memory":  # its own listing stops at an object that is a folder, too
                 root = fs._strip_protocol(below).rstrip("/") + "/"  # noqa: SLF001 - as in `list`
                 rest = [path[len(root) :] for path in list(fs.store) if path.startswith(root)]
@@ -302,17 +301,21 @@ class _Upload:
         path: Of the object there.
         part_bytes: Size of every part but the last.
         policy: How long to keep trying to send a part.
+        flushed: As of `LocalFile`.
     """
 
     capabilities = Capabilities(
         atomic_create=False, compare_and_swap=False, acknowledges_puts=False
     )
 
-    def __init__(self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy) -> None:
+    def __init__(
+        self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy, flushed: set[Path] | None
+    ) -> None:
         self._fs = fs
         self._path = path
         self._part_bytes = part_bytes
         self._policy = policy
+        self._flushed = flushed
         self._file: Any = None
 
     def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
@@ -348,12 +351,12 @@ class _Upload:
         with contextlib.suppress(Exception):
             self._file.closed = True
 
-    def _mark(self) -> str | None:
-        return info_of(self._path, self._fs.info(self._path)).etag
+    def _mark(self, path: str) -> str | None:
+        return info_of(path, self._fs.info(path)).etag
 
 
 class _LocalUpload(_Upload):
-    """Temporary file beside the target, then one rename or link."""
+    """Temporary file beside the target, flushed, then one rename or link."""
 
     capabilities = Capabilities(atomic_create=True, compare_and_swap=False, acknowledges_puts=True)
 
@@ -367,26 +370,16 @@ class _LocalUpload(_Upload):
 
     def write(self, part: memoryview) -> None:
         if self._file is None:
-            target = Path(self._path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._temporary = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-            self._file = self._temporary.open("xb")
+            self._file = LocalFile(Path(self._path), self._flushed)
         self._file.write(part)
 
     def finish(self, *, is_new: bool = False) -> str | None:
-        self._file.close()
-        if is_new:
-            os.link(self._temporary, self._path)
-            self._temporary.unlink()
-        else:
-            self._temporary.replace(self._path)
-        return self._mark()
+        mark: str | None = self._file.publish(self._mark, is_new=is_new)
+        return mark
 
     def abort(self) -> None:
         if self._file is not None:
-            self._file.close()
-            with contextlib.suppress(OSError):
-                self._temporary.unlink(missing_ok=True)
+            self._file.drop()
 
 
 class _MemoryUpload(_Upload):
@@ -397,7 +390,7 @@ class _MemoryUpload(_Upload):
     def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
         del mode, time
         self._fs.pipe_file(self._path, body)
-        return self._mark()
+        return self._mark(self._path)
 
     def write(self, part: memoryview) -> None:
         if self._file is None:
@@ -407,7 +400,7 @@ class _MemoryUpload(_Upload):
     def finish(self) -> str | None:
         with _MEMORY_LOCK:
             self._fs.pipe_file(self._path, self._file)
-            return self._mark()
+            return self._mark(self._path)
 
     def abort(self) -> None:
         self._file = None
@@ -426,8 +419,10 @@ class _GcsUpload(_Upload):
 
     capabilities = Capabilities(atomic_create=True, compare_and_swap=True, acknowledges_puts=True)
 
-    def __init__(self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy) -> None:
-        super().__init__(fs, path, part_bytes, policy)
+    def __init__(
+        self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy, flushed: set[Path] | None
+    ) -> None:
+        super().__init__(fs, path, part_bytes, policy, flushed)
         self._bucket, _, self._key = path.partition("/")
         self._session: str | None = None
         self._stored_bytes = 0

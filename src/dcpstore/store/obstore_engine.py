@@ -65,7 +65,7 @@ from dcpstore.store.engine import (
     unresolved,
 )
 from dcpstore.store.http_ranges import HttpRanges, open_ranges, region_of
-from dcpstore.store.local import folders_in
+from dcpstore.store.local import TEMPORARY, LocalFile, folders_in
 from dcpstore.store.options import ObstoreSettings, translate
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 from dcpstore.text import redact
@@ -270,6 +270,10 @@ class ObstoreStore(Engine):
     _foreign_errors = (BaseError, OSError, ValueError)
 
     def _map_error(self, asked: Asked, error: BaseException) -> CheckpointError:
+        if isinstance(error, OSError) and error.errno is not None:  # of Python, not of obstore
+            from dcpstore.store.fsspec_clients import from_fsspec
+
+            return from_fsspec(asked, error)
         return from_obstore(asked, error)
 
     def _connect(self) -> None:
@@ -364,6 +368,8 @@ class ObstoreStore(Engine):
         return self._info(meta)
 
     def _put(self, asked: Asked, path: str, body: memoryview, mode: PutMode) -> str | None:
+        if self._location.scheme == "file":
+            return self._write_file(asked, path, iter([(body,)]), is_new=mode == "create")
         theirs, sent = self._theirs(mode), self._body(body)
 
         def call() -> Any:
@@ -373,6 +379,8 @@ class ObstoreStore(Engine):
         return self._mark(self._ask_again_elsewhere(asked, call))
 
     def _put_parts(self, asked: Asked, path: str, stream: PartStream) -> str | None:
+        if self._location.scheme == "file":
+            return self._write_file(asked, path, stream.parts)
         source = _Source(stream, self._body, waits=bool(self._location.bucket))
         publication = Publication()
         try:
@@ -400,6 +408,27 @@ class ObstoreStore(Engine):
             )
         return self._mark(result)
 
+    def _write_file(
+        self,
+        asked: Asked,
+        path: str,
+        parts: Iterator[tuple[memoryview, ...]],
+        *,
+        is_new: bool = False,
+    ) -> str | None:
+        def look(path: str) -> str | None:
+            return self._mark(obstore.head(self._client(), path.lstrip("/")))
+
+        file = self._ask(asked, lambda: LocalFile(Path("/", path), self._flushed))
+        try:
+            # Only the file's own errors are mapped; the caller's come through.
+            for pieces in parts:
+                self._ask(asked, partial(file.write, *pieces))
+                del pieces
+            return self._ask(asked, lambda: file.publish(look, is_new=is_new))
+        finally:
+            file.drop()
+
     def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let the provider copy an object; the fsspec engine asks it."""
         from dcpstore.store.fsspec_engine import open_fsspec
@@ -420,12 +449,13 @@ class ObstoreStore(Engine):
         stream, chunk = self._ask_again_elsewhere(asked, begin)
         while chunk is not None:
             for meta in chunk:
-                yield self._info(meta)
+                if TEMPORARY not in meta["path"]:
+                    yield self._info(meta)
             chunk = self._ask(asked, lambda: next(stream, None))
 
     def _folders(self, asked: Asked, below: str) -> Sequence[str]:
         if self._location.scheme == "file":
-            return self._ask(asked, lambda: folders_in(f"/{below}"))
+            return self._ask(asked, lambda: folders_in(Path("/", below)))
 
         def call() -> list[str]:
             found = obstore.list_with_delimiter(self._client(), prefix=below.rstrip("/") or None)
@@ -638,8 +668,6 @@ def _read_obstore(name: str, error: BaseException, text: str) -> Answer:
     }.get(name)
     if known is None and isinstance(error, FileNotFoundError):
         known = 404
-    if known is None and isinstance(error, PermissionError):  # Python's own
-        known = 403
     if known is None and "without LOCATION" in text:
         known = 301
     number = known or (int(status.group(1)) if status else None)
