@@ -23,6 +23,8 @@ from dcpstore.testing import Fault, MotoServer
 ENGINES = ("obstore", "fsspec")
 _numbers = itertools.count()
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
 
 @pytest.fixture
 def server(bucket: str, s3_server: MotoServer) -> MotoServer:
