@@ -419,3 +419,29 @@ def test_what_a_removal_costs(store: Store) -> None:
     recorded.clear()
     assert retire(run, plan(run, Latest(2))) == []
     assert recorded.counts == {"get": 1, "list": 2, "folders": 1}
+
+
+def test_what_the_other_calls_cost(store: Store) -> None:
+    put_steps(store, 1, 2)
+    run = run_on(RecordingStore(store))
+    recorded: Any = run.store
+    counted = {}
+    for name, call in {
+        "claim": run.claim,
+        "renew": lambda: run.renew(3),
+        "release": run.release,
+        "pin": lambda: run.pin(1),
+        "unpin": lambda: run.unpin(1),
+        "report": lambda: run.report(1, {"loss": 0.5}),
+    }.items():
+        recorded.clear()
+        call()
+        counted[name] = dict(recorded.counts)
+    assert counted == {
+        "claim": {"get": 1, "put": 1},
+        "renew": {"put": 1},
+        "release": {"put": 1},
+        "pin": {"folders": 1, "get_tail": 2, "put": 1, "list": 1},
+        "unpin": {"list": 1, "delete_many": 1},
+        "report": {"folders": 1, "get_tail": 1, "get": 1, "put": 1},
+    }
