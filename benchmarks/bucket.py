@@ -174,10 +174,12 @@ class Bucket:
         return Answer(204)
 
     def _delete_many(self, request: Request) -> Answer:
+        keys = re.findall(r"<Key>(.*?)</Key>", bytes(request.body).decode())
         with self._lock:
-            for key in re.findall(r"<Key>(.*?)</Key>", bytes(request.body).decode()):
+            for key in keys:
                 self._objects.pop(key, None)
-        return _xml("<DeleteResult></DeleteResult>")
+        deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+        return _xml(f"<DeleteResult>{deleted}</DeleteResult>")
 
     def _list(self, request: Request) -> Answer:
         prefix, delimiter = request.first("prefix"), request.first("delimiter")

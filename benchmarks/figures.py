@@ -65,7 +65,7 @@ def best_other(row: Row, *, peers_only: bool = False) -> tuple[str, float] | Non
 
 def best_of_ours(row: Row) -> tuple[str, float] | None:
     """Return what the row shows of dcpstore: its own load where it is measured."""
-    for name in ("ours-shared", "ours", "ours-fsspec"):
+    for name in ("ours-managed", "ours-shared", "ours", "ours-fsspec"):
         if runs := of(row, name):
             return name, mid(runs, headline(row))
     return None

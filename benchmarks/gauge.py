@@ -43,10 +43,13 @@ def measured(site: Site, place: Place, call: Callable[[], object]) -> dict[str, 
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sum up the ranks of one measurement: the slowest, all CPU and bytes, the largest peak."""
-    first = results[0]
+    """Sum up the ranks of one measurement: the slowest, all CPU and bytes, the largest peak.
+
+    Of training beside a save, what the rank tells that lost most by it.
+    """
     return {
-        **first,
+        **max(results, key=lambda one: one.get("lost_s", 0.0)),
+        "server": results[0]["server"],
         "wall_s": max(one["wall_s"] for one in results),
         "cpu_s": sum(one["cpu_s"] for one in results),
         "extra_bytes": max(one["extra_bytes"] for one in results),

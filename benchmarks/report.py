@@ -170,6 +170,8 @@ _HEADS = ["system", "wall s", "of stock", "client CPU s", "extra peak MiB"]
 _TRAIN_HEADS = [
     "training lost s",
     "blocked s",
+    "of a warm copy",
+    "steps slowed by s",
     "step ms, alone to beside",
     "slowest step ms",
     "client CPU s",
@@ -230,7 +232,9 @@ def _cells(row: Row, name: str, runs: Runs) -> list[str]:
 def _train_cells(runs: Runs) -> list[str]:
     return [
         spread(runs, "lost_s"),
-        f"{mid(runs, 'blocked_s'):.2f}",
+        f"{mid(runs, 'blocked_s'):.3f}",
+        f"{mid(runs, 'blocked_s') / mid(runs, 'copy_s'):.2f}x",
+        f"{mid(runs, 'slowed_s'):.2f}",
         f"{1000 * mid(runs, 'step_s'):.1f} to {1000 * mid(runs, 'beside_s'):.1f}",
         f"{1000 * mid(runs, 'worst_s'):.0f}",
     ]

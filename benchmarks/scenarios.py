@@ -100,6 +100,7 @@ _HEDGED = {"systems": ("stock", *_PEERS["load"], *_OURS, "ours-once")}
 _TO_GOOGLE = "save 64 MiB to Google's emulator"
 _SAVE_MANY = {"systems": ("stock", *_PEERS["save"], *_OURS, "ours-shared")}
 _LOAD_MANY = {"systems": ("stock", *_PEERS["load"], *_OURS, "ours-shared")}
+_TRAINERS = ("stock", "stock-8", *_PEERS["save"], "ours", "ours-async", "ours-managed")
 _GOOGLE = {"store": "gs", "link": "fast"}
 
 
@@ -186,9 +187,17 @@ SCENARIOS = (
     ),
     _row(
         "train",
-        "save 384 MiB in the background of a training loop",
+        "the second save of 384 MiB in the background of a training loop",
         *("model", 384, 4),
-        systems=("stock", "stock-8", *_PEERS["save"], "ours"),
+        systems=_TRAINERS,
+    ),
+    _row(
+        "train-4",
+        "the same by 4 ranks that hold a quarter each",
+        *("layers", 384, 4),
+        action="train",
+        num_ranks=4,
+        systems=_TRAINERS,
     ),
     _row(
         "load-tail",

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from benchmarks.systems.bare import bare
 from benchmarks.systems.base import System
 from benchmarks.systems.floor import floor
-from benchmarks.systems.ours import ours, ours_shared
+from benchmarks.systems.ours import ours, ours_async, ours_managed, ours_shared
 from benchmarks.systems.peers import multi_storage_client, s3_connector
 from benchmarks.systems.stock import stock, stock_hugging_face
 
@@ -34,6 +34,8 @@ SYSTEMS = {
     "ours-8": ours("dcpstore, 8 requests", "ours", engine="obstore", max_requests=8),
     "ours-128": ours("dcpstore, 128 requests", "ours", engine="obstore", max_requests=128),
     "ours-shared": ours_shared("dcpstore.save, .load", "ours-shared"),
+    "ours-async": ours_async("dcpstore.async_save", "ours"),
+    "ours-managed": ours_managed("dcpstore.CheckpointManager", "ours"),
     "bare": bare("bare obstore", "bare"),
     "bare-crc": bare("bare obstore, and CRC32C", "bare-crc", checks=True),
     "floor-8": floor("C, 8 connections, and CRC32C", num_connections=8),

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Convert", "StateDict", "System", "of_dcp", "quietly"]
+__all__ = ["Begin", "Convert", "StateDict", "System", "of_dcp", "quietly"]
 
 StateDict = dict[str, Any]
 Options = dict[str, Any]
 Convert = Callable[[str, str, Options], str]
+Begin = Callable[[StateDict, int], tuple[Callable[[], bool], Callable[[], object]]]
+"""Begins to save a step in the background; returns what tells whether it is done, and what waits
+for it and raises its failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,8 @@ class System:
         layout: Whose checkpoints it loads: those that the system of this name saved.
         save: Called with the state, a folder's URL and fsspec's options for it.
         load: Likewise, with the targets.
-        writer: Makes a DCP writer from URL and options, for saves in the background.
+        background: Makes what saves in the background, of a run's URL and options. What it keeps
+            from one save to the next is its own matter.
         converters: By kind of target (``pt``, ``safetensors``): called with the URL of a
             checkpoint, a folder to write into and the options of both; the URL of the file
             that was written is returned.
@@ -41,7 +45,7 @@ class System:
     layout: str
     save: Callable[[StateDict, str, Options], object]
     load: Callable[[StateDict, str, Options], object]
-    writer: Callable[[str, Options], Any] | None = None
+    background: Callable[[str, Options], Begin] | None = None
     converters: Mapping[str, Convert] = field(default_factory=dict)
     is_variant: bool = False
     is_bare: bool = False
@@ -77,12 +81,22 @@ def of_dcp(
         storage_reader = reader(url, options)
         quietly(lambda: dcp.load(state, storage_reader=storage_reader, no_dist=_is_alone()))
 
+    def background(url: str, options: Options) -> Begin:
+        import torch.distributed.checkpoint as dcp
+
+        def begin(state: StateDict, step: int) -> tuple[Callable[[], bool], Callable[[], object]]:
+            storage_writer = writer(f"{url}/step-{step}", options)
+            future: Any = dcp.async_save(state, storage_writer=storage_writer, no_dist=_is_alone())
+            return future.done, future.result
+
+        return begin
+
     return System(
         label=label,
         layout=layout,
         save=save,
         load=load,
-        writer=writer,
+        background=background,
         converters=converters or {},
         needs=needs,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.systems.base import StateDict, System, of_dcp, quietly
+from benchmarks.systems.base import Begin, StateDict, System, of_dcp, quietly
 
-__all__ = ["ours", "ours_shared"]
+__all__ = ["ours", "ours_async", "ours_managed", "ours_shared"]
 
 
 def ours(label: str, layout: str, *, engine: Any, **settings: Any) -> System:
@@ -45,6 +46,48 @@ def ours(label: str, layout: str, *, engine: Any, **settings: Any) -> System:
 def ours_shared(label: str, layout: str) -> System:
     """Return `dcpstore.save` and `dcpstore.load`: ranks fetch once what several of them want."""
     return System(label=label, layout=layout, save=_save, load=_load)
+
+
+def ours_async(label: str, layout: str) -> System:
+    """Return `dcpstore.async_save`, which stages into memory that it keeps."""
+
+    def background(url: str, options: dict[str, Any]) -> Begin:
+        import dcpstore
+
+        stager, planner = dcpstore.Stager(), dcpstore.SavePlanner()
+
+        def begin(state: StateDict, step: int) -> tuple[Callable[[], bool], Callable[[], object]]:
+            handle = dcpstore.async_save(
+                state,
+                f"{url}/step-{step}",
+                storage_options=options,
+                planner=planner,
+                stager=stager,
+            )
+            return handle.done, handle.result
+
+        return begin
+
+    return System(label=label, layout=layout, save=_save, load=_load, background=background)
+
+
+def ours_managed(label: str, layout: str) -> System:
+    """Return `dcpstore.CheckpointManager`, which also claims the run and removes old steps."""
+
+    def background(url: str, options: dict[str, Any]) -> Begin:
+        import dcpstore
+
+        manager = dcpstore.CheckpointManager(
+            url, save=dcpstore.EverySteps(1), keep=dcpstore.Latest(1), storage_options=options
+        )
+
+        def begin(state: StateDict, step: int) -> tuple[Callable[[], bool], Callable[[], object]]:
+            manager.step(step, state)
+            return lambda: not manager.is_saving, manager.wait
+
+        return begin
+
+    return System(label=label, layout=layout, save=_save, load=_load, background=background)
 
 
 def _save(state: StateDict, url: str, options: dict[str, Any]) -> None:

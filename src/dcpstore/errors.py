@@ -83,6 +83,15 @@ class CommitUnknownError(CheckpointError):
     """
 
 
+class AbandonedError(CheckpointError):
+    """The save was given up before its seal: it was cancelled, or its time was over.
+
+    Nothing was sealed, and what was written is deleted. Save again when there is time.
+    """
+
+    refused = True
+
+
 class CorruptError(CheckpointError):
     """Stored bytes are not the bytes that were saved.
 

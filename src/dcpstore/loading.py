@@ -267,6 +267,7 @@ class _LoadJob:
                 keys=keys,
                 policy=self._policy if is_global else "never",
                 cache=cache,
+                readers=reader.readers,
             )
         return job.stats
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import make_dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpstore.errors import IncompatibleError
@@ -195,6 +196,36 @@ def make_sharded_tensor(shards: list[Any], metadata: Any, group: ProcessGroup) -
     )
 
 
+def sharded_tensor_of(like: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a ShardedTensor like another one, with other tensors for its local shards.
+
+    No communication. Where the tensors are on the host and those of ``like`` were not, it says
+    of all shards that they are there. (That has never run on a device so far.)
+
+    Args:
+        like: All ranks' shards, where they lie in the whole.
+        tensors: For the local shards of ``like``, in their order.
+    """
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+    from torch.distributed.remote_device import _remote_device
+
+    metadata, shards = like.metadata(), like.local_shards()
+    placed = [shard.metadata for shard in shards]
+    if any(one.tensor.device != new.device for one, new in zip(shards, tensors, strict=True)):
+        on_host = {
+            id(one): replace(one, placement=_remote_device(f"rank:{one.placement.rank()}/cpu"))
+            for one in metadata.shards_metadata
+        }
+        properties = replace(metadata.tensor_properties, pin_memory=tensors[0].is_pinned())
+        metadata = replace(
+            metadata, shards_metadata=list(on_host.values()), tensor_properties=properties
+        )
+        by_place = {tuple(one.shard_offsets): one for one in on_host.values()}
+        placed = [by_place[tuple(one.shard_offsets)] for one in placed]
+    made = [Shard(tensor, one) for tensor, one in zip(tensors, placed, strict=True)]
+    return make_sharded_tensor(made, metadata, group_of_sharded_tensor(like))
+
+
 def canonical_names(model: Any, name: str) -> set[str]:
     """Return a parameter's name without what DDP, FSDP1 and torch.compile put into it.
 
@@ -204,6 +235,20 @@ def canonical_names(model: Any, name: str) -> set[str]:
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     return set(_get_fqns(model, name))
+
+
+# --- manager -------------------------------------------------------------------------
+
+
+def async_save_response() -> Any:
+    """Return the class of what ``dcp.async_save`` returns; one like it where torch has none."""
+    from torch.distributed.checkpoint import state_dict_saver
+
+    found = getattr(state_dict_saver, "AsyncSaveResponse", None)
+    if found is not None:
+        return found
+    fields = ("staging_completion", "upload_completion")  # as in torch 2.8; 2.6 has futures alone
+    return make_dataclass("AsyncSaveResponse", fields)
 
 
 # --- collectives -------------------------------------------------------------------

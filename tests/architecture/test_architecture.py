@@ -10,7 +10,7 @@ from .entered import ROOT, entered_by_a_save_and_a_load
 
 MOST_ENTERED_BY_A_LOAD = 21
 MOST_ENTERED_BY_A_SAVE = 20
-MOST_AT_THE_TOP = 22
+MOST_AT_THE_TOP = 23
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

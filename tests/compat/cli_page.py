@@ -54,7 +54,8 @@ def fill(client: S3Client) -> None:
     for step in (100, 200):
 
         def save(group: object, step: int = step) -> object:
-            return dcpstore.save(state(step), f"s3://bucket/run/step-{step}", process_group=group)
+            url, metrics = f"s3://bucket/run/step-{step}", {"val_loss": 3 - step / 200}
+            return dcpstore.save(state(step), url, metrics=metrics, process_group=group)
 
         run_ranks(4, save, deadline_s=120).values()
     client.put("run/step-300/__0_0.0123456789abcdef.distcp", bytes(3 << 20))

@@ -27,6 +27,7 @@ COMMANDS = {
     "copy": ("copy", "{url}", "{new}"),
     "prune": ("prune", "{run}", "--older-than", "0"),
     "prune --yes": ("prune", "{run}", "--older-than", "0", "--yes"),
+    "retain": ("retain", "{run}", "--latest", "1"),
     "doctor": ("doctor", "{run}", "--probe-mib", "10"),
 }
 FINE = dict.fromkeys(COMMANDS, 0)
@@ -35,7 +36,7 @@ DAMAGED = dict.fromkeys(("verify", "diff", "convert", "copy"), 1)
 EXPECTED = {
     "ours": FINE,
     "stock": FINE,
-    "empty": FINE | NOTHING | {"ls": 3},
+    "empty": FINE | NOTHING | {"ls": 3, "retain": 3},
     "truncated": FINE | DAMAGED,
     "corrupted": FINE | DAMAGED,
     "stock truncated": FINE | DAMAGED,

@@ -14,10 +14,12 @@ import dcpstore
 from dcpstore import AlreadyExistsError, ConfigError, CorruptError, NotFoundError, RankFailures
 from dcpstore.convert import dcp_to_dcp
 from dcpstore.convert.dcp.copy import (
+    CopyTask,
     MirrorOfOurs,
     MirrorOfStock,
     ObjectCheck,
     Transfer,
+    _share_out,
     mirror,
     pass_ranges,
 )
@@ -313,6 +315,18 @@ def test_every_piece_of_work_is_one_ranks() -> None:
         assert [one for run in runs for one in run] == list(range(len(costs)))
     loads = [sum(own_run(list(range(100)), [7] * 100, rank, 4)) for rank in range(4)]
     assert len(loads) == 4
+
+
+def test_objects_are_shared_out_evenly_among_the_ranks_that_have_them() -> None:
+    tasks = [CopyTask(f"from{n}", f"to{n}", size) for n, size in enumerate([5, 1, 8, 2, 7, 1])]
+    both, none = list(range(6)), []
+    shares = _share_out(tasks, [both, none, both, [0]])
+    assert sorted(number for share in shares for number in share) == both
+    assert shares[1] == none
+    sizes = [sum(tasks[number].size_bytes for number in share) for share in shares]
+    assert sizes == [10, 0, 9, 5]
+    with pytest.raises(dcpstore.NotFoundError, match="from3 with all its 2 bytes"):
+        _share_out(tasks, [[0, 1, 2], [4, 5]])
 
 
 def test_ranges_are_fetched_ahead_within_the_budget() -> None:

@@ -31,7 +31,14 @@ FOLDERS = sorted(path.name for path in GOLDEN.iterdir() if (path / ".metadata").
 
 sys.path.insert(0, str(GOLDEN))
 
-from make_golden import encoded_values  # noqa: E402 - a script beside the folders
+from make_golden import (  # noqa: E402 - a script beside the folders
+    METRICS,
+    RUN,
+    STEP,
+    USER_METADATA,
+    attachments_of,
+    encoded_values,
+)
 
 
 def expected_of(folder: str):
@@ -94,6 +101,18 @@ def test_version_2_gives_back_its_values_without_pickle() -> None:
     state = {"values": {name: held.get(name) for name in expected}}
     dcpstore.load(state, GOLDEN / "dcpstore-2", progress=False)
     assert_same_values(state["values"], expected)
+
+
+def test_attachments_and_facts_come_back() -> None:
+    folder = GOLDEN / "dcpstore-2-attached"
+    expected = attachments_of(0) | attachments_of(1)
+    with dcpstore.open_checkpoint(folder) as checkpoint:
+        assert checkpoint.attachments == {name: len(one) for name, one in expected.items()}
+        assert {name: checkpoint.read_attachment(name) for name in expected} == expected
+        assert (checkpoint.step, checkpoint.facts.run) == (STEP, RUN)
+        assert repr(dict(checkpoint.metrics)) == repr(METRICS)
+        assert checkpoint.user_metadata == USER_METADATA
+    assert dcpstore.read_attachment(folder, "blocks.bin") == expected["blocks.bin"]
 
 
 @pytest.mark.parametrize("folder", [name for name in FOLDERS if name.startswith("dcpstore")])

@@ -57,6 +57,8 @@ def buckets(moto_server, tmp_path_factory):
         storage_options=options,
         config=dcpstore.WriteConfig(object_bytes=2 * MIB),
         progress=False,
+        attachments={"vocab.txt": bytes(range(100)) * 100},
+        metrics={"loss": 0.5},
     )
     folder = tmp_path_factory.mktemp("stock")
     dcp.save(state, checkpoint_id=folder, no_dist=True)
@@ -114,6 +116,9 @@ def test_no_data_passes_through_a_copy_that_s3_makes(
     assert result.fetched_bytes == 0
     assert f"by server  {result.server_copied_bytes / MIB:.1f} MiB in" in str(result)
     assert_same(load(state, target, options[engine]), state)
+    if writer == "ours":
+        found = dcpstore.read_attachment(target, "vocab.txt", storage_options=options[engine])
+        assert found == bytes(range(100)) * 100
 
 
 def test_blocks_are_proven_by_checksums_and_the_source_is_read_where_there_are_none(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import (
@@ -21,7 +22,13 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dcpstore import ObjectStoreReader, ObjectStoreWriter, WriteConfig
+from dcpstore import (
+    ObjectStoreReader,
+    ObjectStoreWriter,
+    WriteConfig,
+    open_checkpoint,
+    read_attachment,
+)
 
 WRITE = WriteConfig(inline_bytes=16, object_bytes=2048)
 
@@ -100,11 +107,16 @@ def save_without_collectives(url: str, options: Any) -> list[str]:
     rank = dist.get_rank()
     state = {"own": torch.full((50,), float(rank)), "step": rank, "name": f"rank {rank}"}
     writer = writer_of(url, options)
+    writer.attach(attachments={"rng": b"%d" % rank}, metrics={"loss": rank})
     metadata = dcp.save(state, storage_writer=writer, use_collectives=False)
     target = {"own": torch.zeros(50), "step": -1, "name": ""}
     dcp.load(target, storage_reader=ObjectStoreReader(url, storage_options=options))
     assert_equal(target, state)
     assert target["name"] == f"rank {rank}"
+    reader = ObjectStoreReader(url, storage_options=options)
+    found = reader.discover(rank=rank)
+    assert found.decode_manifest().attachments["rng"].inline == b"%d" % rank
+    assert found.seal.facts.metrics == {"loss": rank}
     return sorted({info.relative_path for info in metadata.storage_data.values()})
 
 
@@ -151,6 +163,9 @@ def save_async(kind: str, url: str, options: Any) -> None:
     writer = writer_of(url, options)
     for seed in (1, 2):
         state = make(seed)
+        data = bytearray(b"%d" % seed)
+        writer.attach(attachments={"rng-{rank}": data}, step=seed)
+        data[:] = b"changed"
         future = dcp.async_save(
             state,
             checkpoint_id=f"{url}/{seed}",
@@ -164,6 +179,36 @@ def save_async(kind: str, url: str, options: Any) -> None:
         dist.barrier()
     for seed in (1, 2):
         load(f"{url}/{seed}", options, seed)
+        name = f"rng-{dist.get_rank()}"
+        found = read_attachment(f"{url}/{seed}", name, storage_options=options)
+        assert found == b"%d" % seed
+
+
+def save_with_attachments(url: str, options: Any) -> None:
+    """What all ranks attach is sealed; what they do not agree on fails on the coordinator."""
+    rank = dist.get_rank()
+    state = {"own": torch.arange(5.0)} if rank == 1 else {}
+    writer = writer_of(f"{url}/good", options)
+    writer.attach(
+        attachments={"rng-{rank}": b"%d" % rank * 3000, "same": b"same", f"only {rank}": b""},
+        metrics={"rank": rank, f"of {rank}": 1.0},
+    )
+    dcp.save(state, storage_writer=writer)
+    with open_checkpoint(f"{url}/good", storage_options=options) as checkpoint:
+        for other in range(dist.get_world_size()):
+            assert checkpoint.read_attachment(f"rng-{other}") == b"%d" % other * 3000
+            assert checkpoint.read_attachment(f"only {other}") == b""
+            assert checkpoint.metrics[f"of {other}"] == 1.0
+        assert checkpoint.read_attachment("same") == b"same"
+        assert checkpoint.metrics["rank"] == 0.0
+    writer = writer_of(f"{url}/bad", options)
+    writer.attach(attachments={"rng": b"%d" % rank})
+    try:
+        dcp.save(state, storage_writer=writer)
+    except CheckpointException as error:
+        assert "different bytes as 'rng'" in str(error)
+    else:
+        raise AssertionError("what was attached twice was sealed")
 
 
 def save_unfinished_collective(url: str, options: Any) -> None:

@@ -80,6 +80,14 @@ def test_async_save_in_a_process_per_rank_keeps_the_values_of_the_call(place, tm
         pool.run(2, modes.save_async, "process", *place)
 
 
+def test_plain_dcp_save_carries_what_any_rank_attaches_or_leaves_nothing(
+    pool, place, moto_server: MotoServer
+) -> None:
+    pool.run(3, modes.save_with_attachments, *place)
+    assert ".metadata" in keys_below(moto_server, f"{place[0]}/good")
+    assert not keys_below(moto_server, f"{place[0]}/bad")
+
+
 def test_a_tensor_that_a_collective_still_computes_is_waited_for(pool, place) -> None:
     pool.run(2, modes.save_unfinished_collective, *place)
 

@@ -62,7 +62,9 @@ def reseal(folder: Path, change: Change) -> None:
     assert seal is not None
     manifest = changed(get_manifest(store, data, seal), change)
     pickled = bytes(data[: seal.pickle_bytes])
-    _, sealed = make_metadata(seal.save_id, pickled, manifest, embed_manifest_bytes=1 << 30)
+    _, sealed = make_metadata(
+        seal.save_id, pickled, manifest, embed_manifest_bytes=1 << 30, facts=seal.facts
+    )
     (folder / ".metadata").write_bytes(sealed)
 
 

@@ -50,6 +50,7 @@ def test_the_benchmark_shows_what_a_load_asks_for(rows: dict[str, Any]) -> None:
 def test_the_benchmark_tells_what_a_background_save_takes_from_training(tmp_path: Path) -> None:
     for train in measured(tmp_path, "train", "--systems", "stock", "ours").values():
         assert 0 < train["blocked_s"] <= train["wall_s"]
+        assert train["copy_s"] > 0
         assert 0 < train["step_s"] <= train["worst_s"]
         assert train["bytes_in"] >= train["needed_bytes"]
 

@@ -100,6 +100,20 @@ def test_the_age_is_that_of_the_seal(cli, run: Path) -> None:
     assert one["age_s"] > 10_000_000
 
 
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("checkpoint-100/pytorch_model_fsdp_0", 100),
+        ("2024/epoch-3", 3),
+        ("run-7/final", 7),
+        ("epoch=1-step=100-v2.ckpt", 100),
+    ],
+)
+def test_the_step_is_that_of_the_folder_named_for_one(cli, tmp_path: Path, name, step) -> None:
+    put(tmp_path, f"{name}/.metadata")
+    assert listed(cli, tmp_path)[name]["step"] == step
+
+
 def test_people_see_an_aligned_table_and_a_sum_on_standard_error(cli, run: Path) -> None:
     code, out, err = cli("ls", run)
     lines = out.splitlines()

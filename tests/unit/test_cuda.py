@@ -114,3 +114,47 @@ def test_a_load_takes_most_of_what_the_slower_of_link_and_copy_allows(tmp_path: 
         print(f"{name}: {num_bytes / one / 1e9:.2f} GB/s")
     assert torch.equal(targets["cuda"].cpu(), targets["cpu"])
     assert max(link, pure) / load_s > 0.7, (link, pure, load_s)
+
+
+# --- staging: written for a device, and never run on one so far -----------------------------
+
+
+def staged_state() -> dict[str, Any]:
+    weight = numbers(2048, 2048).cuda()
+    return {
+        "weight": torch.nn.Parameter(weight),
+        "tied": weight,
+        "transposed": numbers(600, 700).cuda().T,
+        "column": numbers(600, 700).cuda()[:, 3],
+        "conjugated": numbers(64, 64).cuda().to(torch.complex64).conj(),
+        "on the host": numbers(64, 64),
+    }
+
+
+def test_a_state_on_a_device_is_staged_and_saved_as_it_was(tmp_path: Any) -> None:
+    stager = dcpstore.Stager()
+    for value in (1.0, 2.0):
+        state = {name: tensor.detach() * value for name, tensor in staged_state().items()}
+        expected = {name: tensor.cpu() for name, tensor in state.items()}
+        url = str(tmp_path / str(value))
+        save = dcpstore.async_save(state, url, stager=stager)
+        for tensor in state.values():
+            tensor.zero_()
+        save.result()
+        found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        dcpstore.load(found, url)
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+
+
+def test_what_is_queued_after_staging_began_waits_for_it() -> None:
+    stager = dcpstore.Stager()
+    state = {"weight": torch.ones(1 << 28, device="cuda")}
+    stager.stage(state)  # allocates
+    for value in (3.0, 4.0):
+        state["weight"].fill_(value)  # queued before: staging waits for it
+        staging = stager.begin(state)
+        state["weight"].zero_()  # queued after: it waits for staging
+        staging.finish()
+        assert staging.state["weight"].is_pinned()
+        assert (staging.state["weight"] == value).all()

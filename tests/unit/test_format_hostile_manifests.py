@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile_manifests import changed, every_change, reseal
+from hostile_manifests import Change, changed, every_change, reseal
 
 import dcpstore
 from dcpstore.cli.output import ExitCode
@@ -22,10 +22,12 @@ from dcpstore.config import ReadConfig
 from dcpstore.convert.torch.structure import _PREFIX, Layout, decode_layout, encode_layout
 from dcpstore.errors import CheckpointError, CorruptError, IncompatibleError
 from dcpstore.format.manifest import decode
+from dcpstore.format.seal import Facts
 from dcpstore.read.discovery import discover
 from dcpstore.store import open_store
 
 GOLDEN = Path(__file__).parents[1] / "compat" / "golden" / "dcpstore-1-embedded"
+ATTACHED = GOLDEN.with_name("dcpstore-2-attached")
 HOSTILE = "a\x1b[2Jb\u202ec\nd\ud800"
 """A key that clears the screen, turns the direction of writing around, and is no UTF-8."""
 
@@ -37,6 +39,13 @@ def manifest_of(folder: Path) -> bytes:
 
 
 CHANGES = list(every_change(manifest_of(GOLDEN)))
+CHANGES_ATTACHED = [
+    (what, change)
+    for what, change in every_change(manifest_of(ATTACHED))
+    if what.startswith(
+        ("attachment", "object", "checksums", "inline", "info", "no ", "needs", "blocks")
+    )
+]
 
 
 @pytest.fixture
@@ -69,17 +78,24 @@ def state_of(folder: Path) -> dict[str, torch.Tensor]:
         }
 
 
-def test_there_are_enough_changes_and_the_gate_refuses_most_with_their_place() -> None:
-    data = manifest_of(GOLDEN)
+@pytest.mark.parametrize(
+    ("folder", "changes", "least"),
+    [(GOLDEN, CHANGES, 1000), (ATTACHED, CHANGES_ATTACHED, 300)],
+    ids=["values", "attachments"],
+)
+def test_there_are_enough_changes_and_the_gate_refuses_most_with_their_place(
+    folder: Path, changes: list[tuple[str, Change]], least: int
+) -> None:
+    data = manifest_of(folder)
     refused = 0
-    for what, change in CHANGES:
+    for what, change in changes:
         try:
             decode(changed(data, change), key="place")
         except (CorruptError, IncompatibleError) as error:
             refused += 1
             assert str(error).startswith("place: the "), what
-    assert len(CHANGES) > 1000
-    assert refused > len(CHANGES) // 2
+    assert len(changes) > least
+    assert refused > len(changes) // 2
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -110,6 +126,32 @@ def test_every_command_ends_in_a_result_or_an_error_of_ours(bad: Path, cli, part
                 checkpoint.read_tensor(fqn)
 
 
+def test_every_command_ends_so_for_attachments_too(tmp_path: Path, cli) -> None:
+    """Of what the gate lets pass one in six, and each that is about an attachment alone."""
+    bad = Path(shutil.copytree(ATTACHED, tmp_path / "bad"))
+    data = manifest_of(ATTACHED)
+    passing = 0
+    for what, change in CHANGES_ATTACHED:
+        try:
+            decode(changed(data, change))
+        except CheckpointError:
+            continue
+        passing += 1
+        if passing % 6 and not what.startswith("attachment"):
+            continue
+        shutil.copy(ATTACHED / ".metadata", bad / ".metadata")
+        reseal(bad, change)
+        for command in (("show", bad, "--json"), ("verify", bad), ("diff", bad, ATTACHED)):
+            code, out, err = cli(*command)
+            assert code != ExitCode.INTERNAL, (what, command, err)
+            assert (out + err).replace("\n", "").isprintable(), (what, command)
+        with suppress(CheckpointError), dcpstore.open_checkpoint(bad) as checkpoint:
+            for name in checkpoint.attachments:
+                with suppress(CheckpointError):
+                    checkpoint.read_attachment(name)
+    assert passing > 20
+
+
 # --- keys that do harm to a terminal ------------------------------------------------------
 
 
@@ -117,7 +159,13 @@ def test_every_command_ends_in_a_result_or_an_error_of_ours(bad: Path, cli, part
 def named(tmp_path: Path) -> Path:
     """A folder with a checkpoint whose keys are hostile, and a file with such a name."""
     state = {HOSTILE: torch.arange(6.0), "args": {HOSTILE: "x"}, "other": torch.ones(2)}
-    dcpstore.save(state, tmp_path / "run")
+    dcpstore.save(
+        state,
+        tmp_path / "run",
+        metrics={HOSTILE: 1.0},
+        user_metadata={HOSTILE: HOSTILE},
+        facts=Facts(1, HOSTILE),
+    )
     (tmp_path / "run" / "__0_9.\x1b[2J\u202e.distcp").write_bytes(b"left over")
     return tmp_path
 

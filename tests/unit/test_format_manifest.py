@@ -4,15 +4,20 @@ import json
 import struct
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import crc32c
 import numpy as np
 import pytest
-from hostile_manifests import Change, Columns, Fields, changed, packed
+from hostile_manifests import Change, Columns, Fields, changed, packed, take_apart
 
+from dcpstore.config import ReadConfig
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.manifest import DataObject, Entry, ItemId, Manifest, StoredItem, decode, encode
+from dcpstore.read.discovery import discover
+from dcpstore.store import open_store
 from dcpstore.store.base import ByteRange
 
 
@@ -437,3 +442,143 @@ def test_an_encoding_without_its_value_is_refused(name: str, row: int, value: in
 def test_an_encoding_beyond_its_object_is_refused() -> None:
     with pytest.raises(CorruptError, match=r"item\.length .*beyond its object's end .*key"):
         decode(resealed(setting("item.length", 3, 501), example_2()))
+
+
+# --- attachments ---------------------------------------------------------------------------
+
+
+def attachment(start: int, num_bytes: int, *, inline: bool, key: str) -> StoredItem:
+    return StoredItem(
+        key=key,
+        record=ByteRange(start, start + num_bytes),
+        kind="bytes",
+        payload=ByteRange(start, start + num_bytes),
+        checksums=np.arange(-(-num_bytes // 4096), dtype=np.uint32),
+        block_bytes=4096,
+        inline=bytes(num_bytes) if inline else None,
+    )
+
+
+def example_attached(before: Manifest | None = None) -> Manifest:
+    before = before or example()
+    key = before.objects[0].key
+    return replace(
+        before,
+        attachments={
+            "rng-0.json": attachment(9000, 7, inline=True, key=key),
+            "data/\xe9": attachment(0, 9000, inline=False, key=key),
+            "empty": attachment(9500, 0, inline=True, key=key),
+            "last": attachment(9500, 0, inline=False, key=key),
+        },
+        info={"user_metadata": {"a": [1]}},
+    )
+
+
+@pytest.mark.parametrize("before", [example, example_2], ids=["alone", "with values"])
+def test_attachments_make_it_version_2_and_survive(before: Callable[[], Manifest]) -> None:
+    manifest = example_attached(before())
+    assert encode(manifest)[8] == 2
+    again = decode(encode(manifest))
+    assert list(again.attachments) == list(manifest.attachments)
+    for name, item in manifest.attachments.items():
+        assert same_item(again.attachments[name], item), name
+    stored = [*again.stored]
+    assert len(stored) == len([*manifest.stored]) == len([*before().stored]) + 4
+    for (one, form), (other, after) in zip(manifest.stored, stored, strict=True):
+        assert one == other
+        assert same_item(replace(form, encoded=None), replace(after, encoded=None))
+    assert again.info == manifest.info
+
+
+def test_attachments_alone_make_a_manifest() -> None:
+    key = "__0_0.0123456789abcdef.distcp"
+    manifest = Manifest(
+        "0" * 16,
+        (),
+        {},
+        (DataObject(key, 5000),),
+        attachments={"a": attachment(0, 5000, inline=False, key=key)},
+    )
+    assert same_item(decode(encode(manifest)).attachments["a"], manifest.attachments["a"])
+
+
+def test_columns_of_attachments_that_are_not_needed_are_passed_over() -> None:
+    """As every column that a release does not know; no writer leaves such a manifest."""
+
+    def change(fields: Fields, columns: Columns) -> None:
+        fields["needs"] = []
+        for name in ("checksums", "inline"):
+            columns[name] = columns[name][: len(take_apart(encode(example()))[1][name])]
+        columns["attachment.name.text"] = ("float64", 7, b"no zlib")
+
+    assert decode(resealed(change, example_attached())).attachments == {}
+
+
+def duplicated(_: Fields, columns: Columns) -> None:
+    columns["attachment.name.text"] = text_column("a" * 4)
+    columns["attachment.name.length"][:] = 1
+
+
+def named(name: str) -> Change:
+    """Give the first attachment another name."""
+
+    def change(_: Fields, columns: Columns) -> None:
+        text = columns["attachment.name.text"].tobytes()[columns["attachment.name.length"][0] :]
+        columns["attachment.name.text"] = text_column(name.encode("utf-8", "surrogatepass") + text)
+        columns["attachment.name.length"][0] = len(name.encode("utf-8", "surrogatepass"))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (setting("attachment.object", 0, 2), "attachment.object .*no such object"),
+        (setting("attachment.start", 0, 9501), "attachment.start .*beyond .*rng-0"),
+        (setting("attachment.start", 0, 9494), "attachment.length .*beyond .*rng-0"),
+        (setting("attachment.start", 0, 2**63), "attachment.start .*too large"),
+        (setting("attachment.length", 1, 2**63 - 1), "attachment.length .*beyond .*data/"),
+        (setting("attachment.length", 1, 8192), "attachment.blocks .*another number of blocks"),
+        (setting("attachment.length", 0, 8), "attachment.inline .*another length .*rng-0"),
+        (setting("attachment.blocks", 1, 2), "attachment.blocks .*another number of blocks"),
+        (setting("attachment.blocks", 1, -1), "attachment.blocks .*negative"),
+        (setting("attachment.inline", 0, -2), "attachment.inline .*negative"),
+        (setting("attachment.inline", 0, -1), "column inline .*11 rows"),
+        (replacing("attachment.object", np.zeros(3, np.uint32)), "attachment.object .*3 rows"),
+        (replacing("attachment.blocks", np.zeros(4, np.int32)), "attachment.blocks .*dtype"),
+        (lambda _, columns: columns.pop("attachment.length"), "attachment.length .*not there"),
+        (lambda _, columns: columns.pop("attachment.name.text"), "attachment.name.text .*not"),
+        (setting("attachment.name.length", 0, 11), "attachment.name.length .*add up"),
+        (duplicated, "attachment.name .*'a' is there twice"),
+        (named("/etc/passwd"), "outside"),
+        (named("../a"), "outside"),
+        (named(""), "outside"),
+        (named("a\x1b[2J"), "control character"),
+        (named("\ud800"), "control character"),
+        (named("a" * 1025), "longer than any store"),
+        (lambda _, c: c.update(checksums=c["checksums"][:-1]), "checksums .*are referred to"),
+        (telling("info", {"user_metadata": [1]}), "user_metadata is no object"),
+        (telling("block_bytes", 0), "blocks of no size"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_attachments_that_no_writer_makes_are_refused(change: Change, message: str) -> None:
+    with pytest.raises(CorruptError, match=message):
+        decode(resealed(change, example_attached()))
+
+
+GOLDEN = Path(__file__).parents[1] / "compat" / "golden"
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in GOLDEN.glob("dcpstore-*")))
+def test_a_golden_manifest_is_encoded_as_it_was(folder: str) -> None:
+    """But for zlib's bytes, which differ from one build to another."""
+    data = discover(open_store(GOLDEN / folder), ReadConfig()).manifest
+    assert data is not None
+    again = encode(decode(data))
+    assert again[:12] == data[:12]
+    (fields, columns), (before, columns_before) = take_apart(again), take_apart(data)
+    assert json.dumps(fields) == json.dumps(before)
+    assert list(columns) == list(columns_before)
+    for name, column in columns.items():
+        assert np.array_equal(column, columns_before[name]), name

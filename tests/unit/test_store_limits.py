@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
+import dcpstore
 from dcpstore import ObjectStoreReader, ObjectStoreWriter, SavePlanner
 from dcpstore.config import WriteConfig
 from dcpstore.convert.output import Outputs
@@ -205,6 +207,21 @@ def test_parts_of_a_save_grow_so_that_a_large_tensor_fits(limited: Any) -> None:
     found = {"small": torch.zeros(5), "large": torch.zeros(6 * MIB, dtype=torch.int32)}
     dcp.load(found, storage_reader=ObjectStoreReader("memory://saves"), no_dist=True)
     assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def test_an_attachment_that_fits_nowhere_is_refused_by_its_name(
+    limited: Any, tmp_path: Path
+) -> None:
+    store = limited(max_object_bytes=50 * MIB)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(60 * MIB)
+    writer = ObjectStoreWriter("memory://saves", store_opener=lambda *_a, **_o: store)
+    given = {"huge.bin": tmp_path / "large"}
+    with pytest.raises(
+        ConfigError, match=r"'huge\.bin' cannot be saved .*an attachment as several"
+    ):
+        dcpstore.save({"small": torch.ones(5)}, storage_writer=writer, attachments=given)
+    assert "put" not in store.counts
 
 
 @pytest.mark.parametrize(

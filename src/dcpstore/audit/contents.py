@@ -51,6 +51,7 @@ from dcpstore.read.safetensors import (
     read_header,
 )
 from dcpstore.store.base import ByteRange, ObjectInfo, Store
+from dcpstore.store.ranges import join
 from dcpstore.text import count_text, size_text
 
 
@@ -180,6 +181,11 @@ class Sealed:
     manifest: Manifest | None
     manifest_key: str
 
+    @property
+    def stored(self) -> Iterable[tuple[ItemId, StoredItem]]:
+        """Everything that must lie in the folder."""
+        return self.items.items() if self.manifest is None else self.manifest.stored
+
 
 def open_sealed(discovered: Discovered, config: ReadConfig) -> Sealed:
     """Open metadata that were read.
@@ -226,6 +232,7 @@ class SealedContents:
         layout: Ours if any of the metadata objects is.
         num_keys: Keys of the state dict.
         num_items: Stored chunks and values.
+        num_attachments: Files that were sealed with them.
         data_keys: Objects that must be there, the metadata left out.
         metadata_keys: The metadata objects, and the manifests that are objects of their own.
     """
@@ -238,9 +245,8 @@ class SealedContents:
         for seal in seals:
             if seal.manifest is not None:
                 self._objects.update((one.key, one) for one in seal.manifest.objects)
-            for one, item in seal.items.items():
-                for form in item.forms:
-                    self._by_key.setdefault(form.key, []).append((one, form))
+            for one, form in seal.stored:
+                self._by_key.setdefault(form.key, []).append((one, form))
         for found in self._by_key.values():
             found.sort(key=lambda pair: pair[1].record)
         self._shapes = dict(chain.from_iterable(_shapes(seal.metadata) for seal in seals))
@@ -252,6 +258,9 @@ class SealedContents:
         self.layout = "dcpstore" if any(seal.manifest is not None for seal in seals) else "dcp"
         self.num_keys = len(set().union(*(seal.metadata.state_dict_metadata for seal in seals)))
         self.num_items = sum(len(seal.items) for seal in seals)
+        self.num_attachments = sum(
+            len(seal.manifest.attachments) for seal in seals if seal.manifest is not None
+        )
         self.data_keys = frozenset(self._by_key.keys() | self._objects.keys())
         self.metadata_keys = frozenset(
             key for seal in seals for key in (seal.key, seal.manifest_key)
@@ -267,9 +276,8 @@ class SealedContents:
         for seal in self._seals:
             yield from _compare_chunks(seal.metadata, seal.items)
             if seal.manifest is not None:
-                for one, item in seal.items.items():
-                    for form in item.forms:
-                        yield from _check_inline(one, form, seal.manifest_key)
+                for one, form in seal.stored:
+                    yield from _check_inline(one, form, seal.manifest_key)
         for key in sorted(self.data_keys):
             yield from self._compare_object(key, inventory)
         zips = ZipScan(store, self._config, self._coverage)
@@ -295,6 +303,10 @@ class SealedContents:
                 yield Finding("resized", message, key, span=extra)
             else:
                 self._unclaimed_bytes += extra.num_bytes
+        elif expected is not None:
+            # Such as an attachment that another rank's of the same name stands for.
+            claimed = join(item.record for _, item in items)
+            self._unclaimed_bytes += size_bytes - sum(span.num_bytes for span in claimed)
         self._note_marks(key, inventory)
 
     def _note_marks(self, key: str, inventory: Inventory) -> None:
@@ -434,6 +446,7 @@ class FileContents:
         layout: Always the same.
         num_keys: Keys of the state dict; known once `examine` is done.
         num_items: Stored tensors and shards; known likewise.
+        num_attachments: None, as the format has none.
         data_keys: The files.
         metadata_keys: The index, if there is one.
         checked_bytes: None: there is nothing to compare bytes with.
@@ -449,6 +462,7 @@ class FileContents:
         self.layout = "safetensors"
         self.num_keys = 0
         self.num_items = 0
+        self.num_attachments = 0
         self.data_keys = frozenset(found.keys)
         self.metadata_keys = frozenset() if found.weight_map is None else frozenset([INDEX_FILE])
         self.checked_bytes = 0

@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib.resources import files
+from importlib.resources import files as package_files
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -29,7 +30,7 @@ from dcpstore.errors import NotFoundError
 from dcpstore.format.dtypes import DTYPES, dtype_name
 from dcpstore.format.manifest import ItemId, Manifest, StoredItem
 from dcpstore.format.safetensors import TensorInFile
-from dcpstore.format.seal import rank_of
+from dcpstore.format.seal import Facts, rank_of
 from dcpstore.read.discovery import Discovered, discover, sealed_ranks
 from dcpstore.read.safetensors import read_header
 from dcpstore.store.base import Store
@@ -113,14 +114,36 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
+class DescribedAttachment:
+    """A file that was sealed with the checkpoint.
+
+    Attributes:
+        name: Its own.
+        object_key: The object that holds it.
+        start: First byte there.
+        num_bytes: Its length.
+    """
+
+    name: str
+    object_key: str
+    start: int
+    num_bytes: int
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that wrote it, where the object's name tells."""
+        return rank_of(self.object_key)
+
+
+@dataclass(frozen=True, slots=True)
 class DescribedObject:
     """A data object.
 
     Attributes:
         key: Relative to the checkpoint's folder.
         rank: That wrote it, where the name tells.
-        num_items: Records in it.
-        stored_bytes: Of these records.
+        num_items: Records and attachments in it.
+        stored_bytes: Of these.
         num_bytes: Of the object, where the metadata tell.
     """
 
@@ -143,6 +166,9 @@ class Description:
         save_id: Of the save, where it is ours.
         info: What the writer left for people.
         remarks: What a reader should know.
+        attachments: Files that were sealed with it, in the natural order of their names.
+        facts: Step, run and metrics that were sealed with it.
+        user_metadata: What its users sealed with it.
     """
 
     url: str
@@ -152,6 +178,9 @@ class Description:
     save_id: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    attachments: tuple[DescribedAttachment, ...] = ()
+    facts: Facts = field(default_factory=Facts)
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def describe(store: Store, config: ReadConfig) -> Description:
@@ -187,21 +216,24 @@ def describe_file(store: Store, name: str) -> Description:
 
 
 def collect(
-    entries: Iterable[Described], sizes: Mapping[str, int | None] | None = None
+    entries: Iterable[Described],
+    sizes: Mapping[str, int | None] | None = None,
+    attachments: Iterable[DescribedAttachment] = (),
 ) -> tuple[DescribedObject, ...]:
     """Count what each object holds.
 
     Args:
         entries: Keys with their shards.
         sizes: Objects that are known, with their size; also those that hold nothing.
+        attachments: Which lie in objects too.
     """
     known = dict(sizes or {})
     counts: dict[str, list[int]] = {key: [0, 0] for key in known}
-    for entry in entries:
-        for shard in entry.shards:
-            count = counts.setdefault(shard.object_key, [0, 0])
-            count[0] += 1
-            count[1] += shard.stored_bytes
+    shards = ((one.object_key, one.stored_bytes) for entry in entries for one in entry.shards)
+    for key, num_bytes in chain(shards, ((one.object_key, one.num_bytes) for one in attachments)):
+        count = counts.setdefault(key, [0, 0])
+        count[0] += 1
+        count[1] += num_bytes
     objects = (
         DescribedObject(key, rank_of(key), num_items, stored_bytes, known.get(key))
         for key, (num_items, stored_bytes) in counts.items()
@@ -211,7 +243,9 @@ def collect(
 
 def _describe(discovered: Discovered, config: ReadConfig) -> Description:
     if discovered.manifest is not None:
-        return _of_manifest(discovered.url, discovered.decode_manifest(config.max_metadata_bytes))
+        facts = discovered.seal.facts if discovered.seal is not None else None
+        manifest = discovered.decode_manifest(config.max_metadata_bytes)
+        return replace(_of_manifest(discovered.url, manifest), facts=facts or Facts())
     if discovered.files is not None:
         return _of_files(discovered.url, discovered.files)
     return _of_metadata(discovered.url, discovered.open(config))
@@ -229,8 +263,15 @@ def _of_manifest(url: str, manifest: Manifest) -> Description:
         )
         for entry in manifest.entries
     ]
+    attachments = [
+        DescribedAttachment(name, item.key, item.payload.start, item.payload.num_bytes)
+        for name, item in manifest.attachments.items()
+    ]
     sizes = {one.key: one.size_bytes for one in manifest.objects}
-    return _finish(url, "dcpstore", entries, sizes, save_id=manifest.save_id, info=manifest.info)
+    info = dict(manifest.info)
+    user_metadata = info.pop("user_metadata", {})
+    found = _finish(url, "dcpstore", entries, sizes, attachments)
+    return replace(found, save_id=manifest.save_id, info=info, user_metadata=user_metadata)
 
 
 def _of_metadata(url: str, metadata: Any) -> Description:
@@ -316,14 +357,12 @@ def _finish(
     layout: FileLayout,
     entries: list[Described],
     sizes: Mapping[str, int | None] | None = None,
-    *,
-    save_id: str | None = None,
-    info: Mapping[str, Any] | None = None,
+    attachments: Iterable[DescribedAttachment] = (),
 ) -> Description:
     entries.sort(key=lambda entry: natural_order(entry.key))
-    return Description(
-        url, layout, tuple(entries), collect(entries, sizes), save_id, dict(info or {})
-    )
+    files = tuple(sorted(attachments, key=lambda one: natural_order(one.name)))
+    objects = collect(entries, sizes, files)
+    return Description(url, layout, tuple(entries), objects, attachments=files)
 
 
 def _merge(url: str, parts: list[Description]) -> Description:
@@ -333,7 +372,9 @@ def _merge(url: str, parts: list[Description]) -> Description:
     remark = (
         f"sealed by {count_text(len(parts), 'rank')}, each for itself: keys may come once per rank"
     )
-    return replace(_finish(url, parts[0].layout, entries, sizes), remarks=(remark,))
+    attachments = [one for part in parts for one in part.attachments]
+    found = _finish(url, parts[0].layout, entries, sizes, attachments)
+    return replace(found, remarks=(remark,), facts=parts[0].facts)
 
 
 @lru_cache(maxsize=64)  # thousands of tensors share a few texts
@@ -535,7 +576,7 @@ def render_plot(description: Description, entries: Sequence[Described]) -> str:
         description: The checkpoint.
         entries: Those of its keys that the page is about.
     """
-    page = files(__package__).joinpath("plot_page.html").read_text(encoding="utf-8")
+    page = package_files(__package__).joinpath("plot_page.html").read_text(encoding="utf-8")
     # As text of a script element, where "</" or "<!--" would end or change it.
     data = json.dumps(_data(description, entries), separators=(",", ":")).replace("<", "\\u003c")
     before, after = page.split(_MARK)

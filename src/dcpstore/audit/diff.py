@@ -1,6 +1,6 @@
 """How two checkpoints differ: keys, shapes, dtypes, and the values to the last bit.
 
-1. read the metadata of both; compare keys, kinds, shapes and dtypes
+1. read the metadata of both; compare keys, kinds, shapes, dtypes, and names of attachments
 2. compare values by checksum where both were cut into the same chunks: no data request
 3. read the rest of both, side by side, in bounded memory
 
@@ -17,9 +17,11 @@ either side at the same time; another half is for bytes on their way::
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -35,7 +37,7 @@ from dcpstore.config import ReadConfig
 from dcpstore.convert.dcp.source import Block, batches, plan_blocks, read_batch
 from dcpstore.errors import CorruptError, IncompatibleError
 from dcpstore.format.dtypes import dtype_name
-from dcpstore.format.manifest import StoredItem
+from dcpstore.format.manifest import StoredItem, attachment_text
 from dcpstore.format.tensors import encode_opaque
 from dcpstore.plan.rules import KeyRules
 from dcpstore.read.checkpoint import Checkpoint, open_checkpoint
@@ -53,7 +55,7 @@ class Difference:
     """A key that is not the same in both.
 
     Attributes:
-        fqn: The key.
+        fqn: The key; of an attachment ``attachment`` and its name.
         kind: ``only left``, ``only right``; ``kind``: a tensor here and a value there;
             ``shape``, ``dtype``; or ``value``: the same in all of these, with other contents.
         left: What is on the left, for people; empty where nothing is.
@@ -293,6 +295,40 @@ class _Contents:
             self._note(Difference(fqn, "value", _short(one), _short(other)))
 
 
+def _compare_attachments(
+    one: Checkpoint, other: Checkpoint, rules: KeyRules, *, values: bool, read_all: bool
+) -> Iterator[Difference]:
+    """Yield how the files differ that were sealed with two checkpoints."""
+    left, right = one.attached_items, other.attached_items
+    for name in dict.fromkeys([*left, *right]):
+        shown = attachment_text(name)
+        if not rules.takes(shown):
+            continue
+        if name not in left or name not in right:
+            texts = (_size_in(left, name), _size_in(right, name))
+            yield Difference(shown, "only right" if name not in left else "only left", *texts)
+        elif values:
+            same = None if read_all else _compare_bytes(left[name], right[name])
+            if same is None:
+                same = _digest(one, name) == _digest(other, name)
+            if not same:
+                texts = (_size_in(left, name), _size_in(right, name))
+                yield Difference(shown, "value", *texts, "their bytes differ")
+
+
+def _size_in(items: Mapping[str, StoredItem], name: str) -> str:
+    return size_text(items[name].payload.num_bytes) if name in items else ""
+
+
+def _digest(checkpoint: Checkpoint, name: str) -> bytes:
+    """Return what tells an attachment's bytes, read in bounded memory."""
+    digest = hashlib.sha256()
+    with closing(checkpoint.attachment_pieces(name)) as pieces:
+        for piece in pieces:
+            digest.update(piece)
+    return digest.digest()
+
+
 def _stored(
     checkpoint: Checkpoint, fqn: str
 ) -> Mapping[tuple[tuple[int, ...], tuple[int, ...]], StoredItem]:
@@ -345,7 +381,8 @@ class Comparison:
     Attributes:
         left: URL of one checkpoint.
         right: Of the other.
-        differences: By key, in the order of the left one, then those of the right one alone.
+        differences: By key, in the order of the left one, then those of the right one alone;
+            those of attachments last.
         num_equal: Keys that are the same in both (without values, if these were left out).
         num_by_checksum: Keys whose contents were told apart or equal by checksums alone.
         num_read: Keys whose contents were read.
@@ -434,15 +471,20 @@ def compare_checkpoints(
         open_side(left, storage_options=left_options) as one,
         open_side(right, storage_options=right_options) as other,
     ):
-        found, same = _compare_metadata(one, other, rules or KeyRules())
+        rules = rules or KeyRules()
+        found, same = _compare_metadata(one, other, rules)
         told = _Contents(one, other, meter, config.budget_bytes)
         if values:
             told.compare(same, read_all=read_all)
         changed = {**found, **told.differences}
+        attached = _compare_attachments(one, other, rules, values=values, read_all=read_all)
         return Comparison(
             left=one.url,
             right=other.url,
-            differences=tuple(changed[fqn] for fqn in _ordered(one, other) if fqn in changed),
+            differences=(
+                *(changed[fqn] for fqn in _ordered(one, other) if fqn in changed),
+                *attached,
+            ),
             num_equal=len(same) - len(told.differences),
             num_by_checksum=told.num_by_checksum,
             num_read=told.num_read,

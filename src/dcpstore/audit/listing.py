@@ -20,15 +20,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, TypeAlias
 
 from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.format.seal import METADATA_KEY, save_id_of
+from dcpstore.manager.policies import Layout, step_of_folder
 from dcpstore.store.base import ObjectInfo, Store
 from dcpstore.text import count_text
 from dcpstore.write.commit import probe
-
-Layout: TypeAlias = Literal["dcpstore", "dcp", "safetensors"]
 
 _RANK_SEAL_NAME = re.compile(r"__\d+\.metadata")
 _NUMBER = re.compile(r"(\d+)")
@@ -43,7 +41,8 @@ class ListedCheckpoint:
         url: Of the checkpoint.
         layout: Who wrote it.
         sealed: Whether it can be loaded; None for safetensors, which have no seal.
-        step: The last number in its name; None if there is none.
+        step: That it is named for (`step_of_folder`), else the last number in its name; None if
+            there is none.
         num_objects: Objects below the folder; None where the store refused to list.
         num_bytes: Their size; None likewise.
         modified: When it was sealed, else when its newest object was put; None if unknown.
@@ -222,8 +221,14 @@ def _base(key: str) -> str:
 
 
 def _step_of(name: str) -> int | None:
-    """Return the last number of the innermost folder that has one."""
-    for part in reversed(name.split("/")):
+    """Return the step of the innermost folder named for one, else its last number."""
+    parts = name.split("/")
+    # Inside checkpoint-100/pytorch_model_fsdp_0; but 2024/epoch-3 is of no step 2024.
+    for part in reversed(parts):
+        step = step_of_folder(part)
+        if step is not None and (part is parts[-1] or not part.isdigit()):
+            return step
+    for part in reversed(parts):
         numbers: list[str] = _NUMBER.findall(part)
         if numbers:
             return int(numbers[-1])

@@ -96,6 +96,7 @@ class Verification:
         notes: What was not checked and why, and what is unusual; for people.
         num_keys: Keys of the state dict.
         num_items: Stored chunks and values.
+        num_attachments: Files that were sealed with it.
         num_objects: Objects that the checkpoint refers to.
         checked_bytes: Bytes compared with a checksum or with what they must be.
         fetched_bytes: Bytes asked of the store.
@@ -112,6 +113,7 @@ class Verification:
     notes: tuple[str, ...] = ()
     num_keys: int = 0
     num_items: int = 0
+    num_attachments: int = 0
     num_objects: int = 0
     checked_bytes: int = 0
     fetched_bytes: int = 0
@@ -148,7 +150,8 @@ class Verification:
         )
 
     def _extra_rows(self) -> dict[str, str]:
-        return {
+        rows = {"attachments": f"{self.num_attachments:,}"} if self.num_attachments else {}
+        return rows | {
             name: f"{count_text(len(found), 'object')},"
             f" {size_text(sum(info.size_bytes for info in found))}"
             for name, found in (("leftovers", self.leftovers), ("others", self.others))
@@ -215,6 +218,7 @@ def verify_checkpoint(
         notes=tuple(notes),
         num_keys=contents.num_keys,
         num_items=contents.num_items,
+        num_attachments=contents.num_attachments,
         num_objects=len(contents.data_keys),
         checked_bytes=contents.checked_bytes,
         fetched_bytes=scanner.fetched_bytes,

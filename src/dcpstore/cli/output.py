@@ -9,6 +9,7 @@ names in a bucket are anybody's.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,6 +86,16 @@ def format_age(when: datetime | None, now: datetime) -> str:
         return "-"
     age_s = (now - when).total_seconds()
     return "now" if age_s < 1 else age_text(age_s)
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Return metrics in one line: ``loss=0.25 accuracy=0.9``; a dash if there are none."""
+    return " ".join(f"{name}={value:g}" for name, value in metrics.items()) or "-"
+
+
+def metrics_document(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Return metrics for a document: NaN and infinity are no numbers of JSON, but texts."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
 def _iso(when: datetime) -> str:

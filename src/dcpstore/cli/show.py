@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,8 +38,9 @@ from dcpstore.text import count_text, size_text
 
 DESCRIPTION = """\
 Show the tensors and values of a checkpoint with shape, dtype, shards and bytes, and where they
-lie. Reads the metadata and no data. URL names a checkpoint's folder (ours, stock DCP, or
-safetensors), one .safetensors file, or one file of torch.save (.pt, .pth, .bin)."""
+lie; and what was sealed with them: attachments, step, metrics and users' metadata. Reads the
+metadata and no data. URL names a checkpoint's folder (ours, stock DCP, or safetensors), one
+.safetensors file, or one file of torch.save (.pt, .pth, .bin)."""
 
 EXAMPLES = """\
 dcpstore show s3://bucket/run/step-100 --tree --depth 2      # totals per prefix
@@ -47,6 +49,7 @@ dcpstore show s3://bucket/run/step-100 --keys '*.wq.weight' --shards
 dcpstore show s3://bucket/run/step-100 --plot spread.html    # bytes over ranks and objects
 dcpstore show model.pt --json | jq '.totals.num_bytes'"""
 
+_MOST_TEXT = 400  # of users' metadata, for people
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -160,6 +163,10 @@ def _lines(shown: _Shown, args: argparse.Namespace) -> Iterator[str]:
     if args.objects:
         yield from _object_lines(description)
     yield ""
+    if description.attachments:
+        yield from _attachment_lines(description, with_places=args.shards)
+        yield ""
+    yield from _fact_lines(description)
     yield from _total_lines(shown)
 
 
@@ -218,6 +225,37 @@ def _object_lines(description: Description) -> Iterator[str]:
     return table(("OBJECT", "RANK", "ITEMS", "USED", "SIZE"), rows, right=(1, 2, 3, 4))
 
 
+def _attachment_lines(description: Description, *, with_places: bool) -> Iterator[str]:
+    header = ("ATTACHMENT", "RANK", "BYTES", "OBJECT", "START")
+    rows = (
+        (
+            one.name,
+            "-" if one.rank is None else str(one.rank),
+            size_text(one.num_bytes),
+            one.object_key,
+            str(one.start),
+        )
+        for one in description.attachments
+    )
+    if with_places:
+        return table(header, rows, right=(1, 2, 4))
+    return table(header[:3], (row[:3] for row in rows), right=(1, 2))
+
+
+def _fact_lines(description: Description) -> Iterator[str]:
+    facts = description.facts
+    told = {} if facts.step is None else {"step": str(facts.step)}
+    if facts.run is not None:
+        told["run"] = facts.run
+    told |= {name: f"{value:.6g}" for name, value in facts.metrics.items()}
+    if told:
+        yield ", ".join(f"{name} {value}" for name, value in told.items())
+    if description.user_metadata:
+        text = json.dumps(description.user_metadata)
+        short = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}... (--json shows all)"
+        yield f"user metadata {short}"
+
+
 def _tree_lines(root: Branch, depth: int | None) -> Iterator[str]:
     rows = [("(all)", str(root.totals.num_shards), size_text(root.totals.num_bytes), "")]
     rows += _tree_rows(root, 0, depth)
@@ -260,6 +298,9 @@ def _total_lines(shown: _Shown) -> Iterator[str]:
     by_ranks = f" by {count_text(len(ranks), 'rank')}" if ranks else ""
     stored = size_text(sum(one.stored_bytes for one in description.objects))
     yield f"{count_text(len(description.objects), 'object')}{by_ranks} with {stored}"
+    if description.attachments:
+        attached = size_text(sum(one.num_bytes for one in description.attachments))
+        yield f"{count_text(len(description.attachments), 'attachment')} with {attached}"
 
 
 def _shape(entry: Described) -> str:
@@ -288,6 +329,9 @@ def _document(shown: _Shown, args: argparse.Namespace) -> dict[str, Any]:
         "num_keys": len(description.entries),
         "entries": [_entry(entry, with_shards=args.shards) for entry in shown.entries],
         "objects": [asdict(one) for one in description.objects],
+        "attachments": [{**asdict(one), "rank": one.rank} for one in description.attachments],
+        **description.facts.as_json(),
+        "user_metadata": dict(description.user_metadata),
     }
     if args.tree:
         document["tree"] = _branch(build_outline(shown.entries), args.depth)

@@ -57,6 +57,7 @@ def _document(found: Verification) -> dict[str, Any]:
         "layout": found.layout,
         "num_keys": found.num_keys,
         "num_items": found.num_items,
+        "num_attachments": found.num_attachments,
         "num_objects": found.num_objects,
         "checked_bytes": found.checked_bytes,
         "fetched_bytes": found.fetched_bytes,

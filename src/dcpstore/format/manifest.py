@@ -7,9 +7,10 @@ On the wire (format versions 1 and 2, all integers little-endian)::
 The header lists the columns (name, numpy dtype, number of elements, stored bytes); each
 column is zlib-compressed. One row per stored item, so that a checkpoint of a million
 chunks costs a few dozen bytes each and decodes by whole columns. The last four bytes are
-the CRC32C of everything before them. Version 2 adds what a reader must know to read it at all:
-a value's encoding is a row of its own, behind that of its record. It is written where there is
-such a row. See ``docs/design/002-manifest.md`` and ``012-manifest-version-2.md``.
+the CRC32C of everything before them. Version 2 adds what a reader must know to read it at all,
+and names it in the header: a value's encoding is a row of its own, behind that of its record, and
+attachments have columns of their own. It is written where there is either. See
+``docs/design/002-manifest.md`` and ``012-manifest-version-2.md``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -39,8 +40,8 @@ from dcpstore.text import check_natural, parse_json
 FORMAT_VERSION = 2
 """The newest that is read."""
 
-_VALUES = "values"
-_KNOWN_NEEDS = frozenset((_VALUES,))
+_VALUES, _ATTACHMENTS = "values", "attachments"
+_KNOWN_NEEDS = frozenset((_VALUES, _ATTACHMENTS))
 _MAGIC = b"DCPSTORE"
 _PREFIX = struct.Struct("<8sII")
 _NO_INLINE = -1
@@ -103,13 +104,26 @@ _COLUMNS = {
     "checksums": _Column("uint32"),
     "inline": _Column("uint8"),
     _PATHS: _Column("uint8"),
+    "attachment.name.text": _Column("uint8"),
+    "attachment.name.length": _Column("uint32"),
+    "attachment.object": _Column("uint32", "object"),
+    "attachment.start": _Column("uint64"),
+    "attachment.length": _Column("uint64"),
+    "attachment.blocks": _Column("int64"),
+    "attachment.inline": _Column("int64", least=_NO_INLINE),
 }
-"""Every column but the last is there, in this order when written. One row per entry, object or
-item, but for ``.text``, ``.flat`` and the last three."""
+"""In this order when written. All are there but for ``planner_paths`` and, where the header does
+not say that they are needed, those of attachments. One row per entry, object, item or attachment,
+but for ``.text``, ``.flat``, ``checksums``, ``inline`` and ``planner_paths``."""
 
-_FIRST_OF = {"entry": "entry.fqn.length", "object": "object.key.length", "item": "item.entry"}
+_FIRST_OF = {
+    "entry": "entry.fqn.length",
+    "object": "object.key.length",
+    "item": "item.entry",
+    "attachment": "attachment.name.length",
+}
 # Measured with torch 2.13 on 200,000 items: 1.8 KB each in a manifest and torch's metadata.
-_ROW_BYTES = {"entry": 1024, "object": 512, "item": 2048}
+_ROW_BYTES = {"entry": 1024, "object": 512, "item": 2048, "attachment": 2048}
 _MIN_BLOCK_BYTES = 4096
 _NAME = re.compile(r"\w{1,64}", re.ASCII)
 # Columns of what is saved take 5 to 25 times as much as their stored bytes.
@@ -226,7 +240,8 @@ class Manifest:
             the planner kept one.
         has_other_planner_data: Whether the planner kept something else, which only the
             pickled ``.metadata`` holds.
-        info: Facts for people: versions, time of the save.
+        info: Facts for people: versions, and under ``user_metadata`` what users gave.
+        attachments: Where files lie that were sealed with the tensors, by their names.
     """
 
     save_id: str
@@ -236,6 +251,24 @@ class Manifest:
     planner_paths: Mapping[str, Path] | None = None
     has_other_planner_data: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
+    attachments: Mapping[str, StoredItem] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> Iterator[tuple[ItemId, StoredItem]]:
+        """Everything that is stored: each form of each item, and the attachments.
+
+        Attachments come under a name for people, which is no key.
+        """
+        for one, item in self.items.items():
+            for form in item.forms:
+                yield one, form
+        for name, item in self.attachments.items():
+            yield ItemId(attachment_text(name), None), item
+
+
+def attachment_text(name: str) -> str:
+    """Name an attachment where keys are named too, for people."""
+    return f"attachment {name}"
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -250,7 +283,9 @@ def encode(manifest: Manifest) -> bytes:
     object_of = {obj.key: row for row, obj in enumerate(objects)}
     rows = [(one, form) for one, item in manifest.items.items() for form in item.forms]
     ids, items = [one for one, _ in rows], [item for _, item in rows]
+    attached = list(manifest.attachments.values())
     needs = [_VALUES] if len(rows) > len(manifest.items) else []
+    needs += [_ATTACHMENTS] if attached else []
     inlines = [item.inline for item in items]
     values: dict[str, Iterable[Any]] = {
         **_encode_texts("entry.fqn", [e.fqn for e in entries]),
@@ -274,21 +309,28 @@ def encode(manifest: Manifest) -> bytes:
         "item.transforms": [number("\n".join(item.transforms)) for item in items],
         "item.blocks": [_length(item.checksums) for item in items],
         "item.inline": [_length(inline) for inline in inlines],
-        "checksums": np.concatenate(
-            [np.empty(0, np.uint32), *(i.checksums for i in items if i.checksums is not None)]
-        ),
-        "inline": np.frombuffer(b"".join(inline or b"" for inline in inlines), np.uint8),
+        "checksums": _joined_checksums([*items, *attached]),
+        "inline": np.frombuffer(b"".join(i.inline or b"" for i in [*items, *attached]), np.uint8),
     }
     header: dict[str, Any] = {
         "save_id": manifest.save_id,
         "info": dict(manifest.info),
-        "block_bytes": max((item.block_bytes for item in items), default=0),
+        "block_bytes": max((item.block_bytes for item in [*items, *attached]), default=0),
         "has_other_planner_data": manifest.has_other_planner_data,
         "strings": list(strings),
     }
     if manifest.planner_paths is not None:
         paths = json.dumps(list(manifest.planner_paths.items()), separators=(",", ":"))
         values[_PATHS] = np.frombuffer(paths.encode(), np.uint8)
+    if attached:
+        values |= {
+            **_encode_texts("attachment.name", list(manifest.attachments)),
+            "attachment.object": [object_of[item.key] for item in attached],
+            "attachment.start": [item.payload.start for item in attached],
+            "attachment.length": [item.payload.num_bytes for item in attached],
+            "attachment.blocks": [_length(item.checksums) for item in attached],
+            "attachment.inline": [_length(item.inline) for item in attached],
+        }
     if needs:
         header["needs"] = needs
     return _pack(header, values, version=2 if needs else 1)
@@ -352,6 +394,8 @@ class _Header:
             raise ValueError(f"the save id {self.save_id!r:.60} is not 16 hex digits")
         if type(self.info) is not dict or type(self.has_other_planner_data) is not bool:
             raise ValueError("info is no object, or has_other_planner_data no truth value")
+        if type(self.info.get("user_metadata", {})) is not dict:
+            raise ValueError("user_metadata is no object")
         if type(self.strings) is not list or not all(type(one) is str for one in self.strings):
             raise ValueError("strings is no list of strings")
         block_bytes = check_natural(self.block_bytes)
@@ -402,6 +446,11 @@ def _read_columns(header: _Header, stored: memoryview, max_bytes: int) -> _Colum
 
     Unknown ones are passed over as they lie.
     """
+    known = {
+        name: column
+        for name, column in _COLUMNS.items()
+        if _ATTACHMENTS in header.needs or not name.startswith("attachment.")
+    }
     found: dict[str, tuple[int, memoryview]] = {}
     names: set[str] = set()
     at = 0
@@ -409,25 +458,25 @@ def _read_columns(header: _Header, stored: memoryview, max_bytes: int) -> _Colum
         if name in names:
             raise _damaged(name, "it is there twice")
         names.add(name)
-        if name in _COLUMNS:
-            if dtype != _COLUMNS[name].dtype:
-                raise _damaged(name, f"it is of dtype {dtype!r:.60}, not {_COLUMNS[name].dtype}")
+        if name in known:
+            if dtype != known[name].dtype:
+                raise _damaged(name, f"it is of dtype {dtype!r:.60}, not {known[name].dtype}")
             found[name] = (count, stored[at : at + num_bytes])
         at += num_bytes
     if at != len(stored):
         raise CorruptError(
             f"the manifest's columns take {at} bytes by its header, and {len(stored)} are there"
         )
+    for name in known:
+        if name not in found and name != _PATHS:
+            raise _damaged(name, "it is not there")
     _check_counts({name: count for name, (count, _) in found.items()}, len(stored), max_bytes)
-    return {name: _decompress(name, *found[name]) for name in _COLUMNS if name in found}
+    return {name: _decompress(name, *found[name]) for name in known if name in found}
 
 
 def _check_counts(counts: Mapping[str, int], stored_bytes: int, max_bytes: int) -> None:
     """Check that the columns fit each other and the limits, before one is decompressed."""
-    for name in _COLUMNS:
-        if name not in counts and name != _PATHS:
-            raise _damaged(name, "it is not there")
-    rows = {group: counts[first] for group, first in _FIRST_OF.items()}
+    rows = {group: counts[first] for group, first in _FIRST_OF.items() if first in counts}
     for name, count in counts.items():
         group = name.partition(".")[0]
         if not name.endswith((".text", ".flat")) and count != rows.get(group, count):
@@ -471,24 +520,27 @@ def _damaged(column: str, what: str, *, fqn: str | None = None) -> CorruptError:
 def _build(header: _Header, columns: _Columns) -> Manifest:
     fqns = _decode_texts("entry.fqn", columns)
     keys = _decode_texts("object.key", columns)
-    for name, texts in (("entry.fqn", fqns), ("object.key", keys)):
+    names = _decode_texts("attachment.name", columns) if _ATTACHMENTS in header.needs else []
+    for name, texts in (("entry.fqn", fqns), ("object.key", keys), ("attachment.name", names)):
         if len(set(texts)) != len(texts):
             raise _damaged(name, f"{_most_common(texts)!r} is there twice")
-    for one in keys:
+    for one in (*keys, *names):
         check_relative(one)
 
     def of(row: int) -> str:
         return fqns[int(columns["item.entry"][row])]
 
     _check_numbers(header, columns, fqns, of)
+    if names:
+        _check_range("attachment", columns, names.__getitem__)
     entry_sizes = _Shapes("entry.sizes", columns)
     entries = _entries(header, columns, fqns, entry_sizes)
     _check_encodings(columns, of)
     _check_spans(columns, of)
-    _check_checksums(header, columns, of)
+    _check_checksums(header, columns, of, names)
     _check_shapes(header, columns, entry_sizes, of)
     rows = _decode_items(header, columns, fqns, keys)
-    items = _with_encodings(rows) if header.needs else dict(rows)
+    items = _with_encodings(rows) if _VALUES in header.needs else dict(rows)
     num_encodings = int((columns["item.kind"] == _KINDS.index("value")).sum())
     if len(items) + num_encodings != len(columns["item.entry"]):
         # Made once more, and only here, to compare them.
@@ -512,6 +564,7 @@ def _build(header: _Header, columns: _Columns) -> Manifest:
         planner_paths=_decode_paths(columns[_PATHS]) if _PATHS in columns else None,
         has_other_planner_data=header.has_other_planner_data,
         info=header.info,
+        attachments=_decode_attachments(header, columns, names, keys) if names else {},
     )
 
 
@@ -591,35 +644,49 @@ def _check_encodings(columns: _Columns, of: _NameOf) -> None:
     _require(fits, "item.kind", "an encoding is not behind the bytes of its value", of)
 
 
+def _check_range(group: str, columns: _Columns, of: _NameOf) -> None:
+    """Check that items, or attachments, lie in their objects."""
+    start, length = (columns[f"{group}.{name}"].astype(np.int64) for name in ("start", "length"))
+    size = columns["object.size"].astype(np.int64)[columns[f"{group}.object"]]
+    _require(start <= size, f"{group}.start", "it is beyond its object's end", of)
+    problem = "the record ends beyond its object's end"
+    _require(length <= size - start, f"{group}.length", problem, of)
+
+
 def _check_spans(columns: _Columns, of: _NameOf) -> None:
-    start, length, payload, offset = (
+    _check_range("item", columns, of)
+    length, payload, offset = (
         columns[f"item.{name}"].astype(np.int64)
-        for name in ("start", "length", "payload_length", "payload_offset")
+        for name in ("length", "payload_length", "payload_offset")
     )
-    size = columns["object.size"].astype(np.int64)[columns["item.object"]]
-    _require(start <= size, "item.start", "it is beyond its object's end", of)
-    _require(length <= size - start, "item.length", "the record ends beyond its object's end", of)
     _require(offset <= length, "item.payload_offset", "it is beyond its record's end", of)
     is_inside = payload <= length - offset
     _require(is_inside, "item.payload_length", "the payload ends beyond its record's end", of)
 
 
-def _check_checksums(header: _Header, columns: _Columns, of: _NameOf) -> None:
-    payload = columns["item.payload_length"].astype(np.int64)
-    blocks, inline = columns["item.blocks"], columns["item.inline"]
-    if header.block_bytes == 0:
-        _require(blocks == _NO_INLINE, "item.blocks", "there are blocks of no size", of)
-    else:
-        expected = -(-payload // header.block_bytes)
-        fits = (blocks == _NO_INLINE) | (blocks == expected)
-        _require(fits, "item.blocks", "the payload has another number of blocks", of)
-    fits = (inline == _NO_INLINE) | (inline == payload)
-    _require(fits, "item.inline", "the payload has another length", of)
-    for name, lengths in (("checksums", blocks), ("inline", inline)):
-        # As floats: the sum of lengths that are each below 2**63 may be beyond it.
-        total = int(lengths[lengths > 0].sum(dtype=np.float64))
+def _check_checksums(header: _Header, columns: _Columns, of: _NameOf, names: Sequence[str]) -> None:
+    """Check how many checksums and inline bytes each item and attachment has, and their sums."""
+    totals = {"checksums": 0, "inline": 0}
+    groups = [("item", "payload_length", of), ("attachment", "length", names.__getitem__)]
+    for group, length, name_of in groups if names else groups[:1]:
+        payload = columns[f"{group}.{length}"].astype(np.int64)
+        blocks, inline = columns[f"{group}.blocks"], columns[f"{group}.inline"]
+        if header.block_bytes == 0:
+            problem = "there are blocks of no size"
+            _require(blocks == _NO_INLINE, f"{group}.blocks", problem, name_of)
+        else:
+            expected = -(-payload // header.block_bytes)
+            fits = (blocks == _NO_INLINE) | (blocks == expected)
+            problem = "the payload has another number of blocks"
+            _require(fits, f"{group}.blocks", problem, name_of)
+        fits = (inline == _NO_INLINE) | (inline == payload)
+        _require(fits, f"{group}.inline", "the payload has another length", name_of)
+        for name, lengths in (("checksums", blocks), ("inline", inline)):
+            # As floats: the sum of lengths that are each below 2**63 may be beyond it.
+            totals[name] += int(lengths[lengths > 0].sum(dtype=np.float64))
+    for name, total in totals.items():
         if total != len(columns[name]):
-            raise _damaged(name, f"it has {len(columns[name])} rows, and its items {total}")
+            raise _damaged(name, f"it has {len(columns[name])} rows, and {total} are referred to")
 
 
 def _check_shapes(header: _Header, columns: _Columns, entry_sizes: _Shapes, of: _NameOf) -> None:
@@ -764,6 +831,34 @@ def _decode_items(
         )
 
 
+def _decode_attachments(
+    header: _Header, columns: _Columns, names: Sequence[str], keys: Sequence[str]
+) -> dict[str, StoredItem]:
+    """Make the attachments of columns that were checked; what is theirs lies behind the items'."""
+    fields = ("object", "start", "length", "blocks", "inline")
+    rows = [columns[f"attachment.{name}"].tolist() for name in fields]
+    crc_at = len(columns["checksums"]) - sum(rows[3])
+    inline_at = len(columns["inline"]) - sum(max(one, 0) for one in rows[4])
+    found: dict[str, StoredItem] = {}
+    for name, obj, start, length, blocks, inline_bytes in zip(names, *rows, strict=True):
+        content = None
+        if inline_bytes != _NO_INLINE:
+            content = columns["inline"][inline_at : inline_at + inline_bytes].tobytes()
+            inline_at += inline_bytes
+        span = ByteRange(start, start + length)
+        found[name] = StoredItem(
+            key=keys[obj],
+            record=span,
+            kind="bytes",
+            payload=span,
+            checksums=columns["checksums"][crc_at : crc_at + blocks],
+            block_bytes=header.block_bytes,
+            inline=content,
+        )
+        crc_at += blocks
+    return found
+
+
 class _Shapes:
     """A column of shapes or offsets, checked to be whole."""
 
@@ -824,6 +919,12 @@ def _with_encodings(rows: Iterable[tuple[ItemId, StoredItem]]) -> dict[ItemId, S
     for one, item in rows:
         items[one] = replace(items[one], encoded=item) if item.kind == "value" else item
     return items
+
+
+def _joined_checksums(items: Iterable[StoredItem]) -> npt.NDArray[np.uint32]:
+    return np.concatenate(
+        [np.empty(0, np.uint32), *(i.checksums for i in items if i.checksums is not None)]
+    )
 
 
 def _length(held: Sized | None) -> int:

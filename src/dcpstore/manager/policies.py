@@ -20,6 +20,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import islice
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from dcpstore.errors import ConfigError
@@ -346,11 +347,11 @@ class Best:
 
     def keep(self, steps: Sequence[StepFacts]) -> Mapping[int, str]:
         """Keep the best."""
-        best = {one.step: one.metrics[self.metric] for one in reversed(self.ranked(steps))}
-        order = list(reversed(best.items()))[: self.n]
-        return {
-            step: f"among the best {self.n} by {self.metric}: {value:g}" for step, value in order
-        }
+        values: dict[int, float] = {}
+        for one in self.ranked(steps):
+            values.setdefault(one.step, one.metrics[self.metric])
+        why = f"among the best {self.n} by {self.metric}"
+        return {step: f"{why}: {value:g}" for step, value in islice(values.items(), self.n)}
 
 
 # --- The decision ------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Removing the steps of a run that no policy keeps; no crash and no race loses another. No torch.
 
-For each step that goes:
+Nothing goes unless the newest step that stays is still there. For each step that goes:
 
 1. read its metadata: which objects it consists of, and that it is still the save that was judged
 2. list its folder: objects of another save that are younger than a day may be a save under way,
@@ -22,14 +22,17 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from dcpstore.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
 from dcpstore.format.seal import METADATA_KEY, check_relative, read_seal, save_id_of
 from dcpstore.manager.policies import KeepPolicy, Verdict, decide
 from dcpstore.manager.run import DELETING, Run, SealedStep, metrics_key
 from dcpstore.store.base import ObjectInfo
+from dcpstore.store.folder import parse_location
 from dcpstore.text import parse_json
 from dcpstore.write.commit import Proof, keys_named_in, probe, sweep
 
@@ -122,6 +125,9 @@ def retire(
     going = [one for one in verdicts if not one.stays]
     if not going:
         return []
+    if lost := _lost(run, verdicts):
+        logger.warning("%s: nothing is removed: %s", run.url, lost)
+        return [Retired(v.step, v.folder, f"{run.url}/{v.folder}", why_not=lost) for v in going]
     with ThreadPoolExecutor(_MAX_REQUESTS, "dcpstore-retire") as executor:
         doomed = list(executor.map(partial(_announce, run, clock), going))
         ready = [one for one in doomed if isinstance(one, _Doomed)]
@@ -133,6 +139,28 @@ def retire(
             logger.warning("%s stays: %s", one.url, one.why_not)
         run.forget(one.step)  # even a delete that failed may have taken effect
     return [found[one.folder] for one in going]
+
+
+def _lost(run: Run, verdicts: Sequence[Verdict]) -> str:
+    """Return which step that was to stay is not there any more; empty if the newest ones are.
+
+    A `Run` looks at each step once, and others may have removed one since: what goes may be all
+    that there is. One small request for each run whose steps lie there.
+    """
+    newest: dict[str | None, SealedStep] = {}
+    for verdict in verdicts:
+        known = run.known(verdict.folder)
+        if verdict.stays and known is not None and known.layout != "safetensors":
+            newest.setdefault(known.facts.run, known)
+    for one in newest.values():
+        try:
+            why = "" if run.look(one.folder) is not None else "it is not there any more"
+        except CheckpointError as error:
+            why = str(error)
+        if why:
+            run.forget(one.step)
+            return f"{one.url} was to stay, and {why}. What stays is decided anew the next time"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +241,10 @@ def _remove(run: Run, pins: Collection[str], doomed: _Doomed) -> Retired:
     left = sweep(run.store, all_keys, Proof.RETIRED, why=f"{doomed.url}, which is removed")
     if not left:  # else the note leads the next removal to it
         sweep(run.store, [doomed.note], Proof.RETIRED, why="a removed step")
+    place = parse_location(run.url)
+    if place.scheme == "file":
+        with suppress(OSError):  # it holds something else, too
+            Path(place.prefix, doomed.folder).rmdir()
     num_bytes = doomed.known.num_bytes + sum(doomed.sizes.values())
     return stays(num_objects=1 if left else len(keys) + 1, num_bytes=0 if left else num_bytes)
 

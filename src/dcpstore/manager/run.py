@@ -193,6 +193,11 @@ class Run:
         """Rooted at the run."""
         return self._folder.open()
 
+    @property
+    def place(self) -> Folder:
+        """The run's folder, and how it is reached."""
+        return self._folder
+
     # --- steps -------------------------------------------------------------------------
 
     def url_of(self, step: int) -> str:
@@ -425,6 +430,11 @@ class Run:
             there: What `claimed` returned.
         """
         return self._claim is not None and (there is None or there.owner != self.token)
+
+    def run_id(self) -> str | None:
+        """Return the run's id; None if no job ever claimed it."""
+        claim = self._claim or self.claimed()
+        return None if claim is None else claim.run
 
     def claim(self, *, takeover: bool = True) -> str:
         """Make this the job that saves to the run, and return the run's id.

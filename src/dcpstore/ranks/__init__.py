@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 from dcpstore.errors import ConfigError
 from dcpstore.ranks.group import RankGroup, SingleGroup
 from dcpstore.ranks.steps import all_gather, all_reduce, broadcast, each, gather, reduce_scatter
-from dcpstore.ranks.transport import Pending
+from dcpstore.ranks.transport import Board, BoardLostError, Pending, Seat
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "Board",
+    "BoardLostError",
     "Pending",
     "RankGroup",
+    "Seat",
     "SingleGroup",
     "all_gather",
     "all_reduce",
@@ -27,6 +30,7 @@ __all__ = [
     "each",
     "gather",
     "open_group",
+    "open_seat",
     "reduce_scatter",
 ]
 
@@ -67,6 +71,29 @@ def open_group(
     from dcpstore.ranks.torch_group import open_torch_group
 
     return open_torch_group(process_group, coordinator_rank, deadline_s, purpose, subject)
+
+
+def open_seat(
+    process_group: ProcessGroup | None = None, coordinator_rank: int = 0, *, purpose: str
+) -> Seat | None:
+    """All ranks: take a seat at a new board, for what is no group of steps. Waits for nobody.
+
+    As with groups, nothing is sent over `process_group`, and boards for one purpose must be
+    opened in the same order on all ranks. Whoever opened it drops the keys that it sets.
+
+    Returns:
+        The seat; None where there is no other rank to talk to.
+
+    Raises:
+        ConfigError: As `open_group` says.
+    """
+    if process_group is None and not _has_default_group():
+        if coordinator_rank != 0:
+            raise ConfigError(f"coordinator {coordinator_rank} is no rank of a group of 1")
+        return None
+    from dcpstore.ranks.torch_group import open_torch_seat
+
+    return open_torch_seat(process_group, coordinator_rank, purpose)
 
 
 def _has_default_group() -> bool:

@@ -43,7 +43,7 @@ from typing_extensions import Buffer
 from dcpstore.errors import ConfigError
 from dcpstore.ranks.exchange import BoardGroup
 from dcpstore.ranks.group import RankGroup, SingleGroup
-from dcpstore.ranks.transport import BoardLostError, LaneMaker, Lanes, Pending
+from dcpstore.ranks.transport import BoardLostError, LaneMaker, Lanes, Pending, Seat
 from dcpstore.torch_private import (
     make_backend,
     prefixed_store,
@@ -391,22 +391,11 @@ def open_torch_group(
     Raises:
         ConfigError: As `open_group` says.
     """
-    ranks = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(ranks, dist.ProcessGroup):  # new_group gives others a placeholder
-        raise ConfigError("this process is not in the process group given")
-    rank, size = dist.get_rank(ranks), dist.get_world_size(ranks)
-    if not 0 <= coordinator_rank < size:
-        raise ConfigError(f"coordinator {coordinator_rank} is no rank of a group of {size}")
-    if size == 1:
+    seat = open_torch_seat(process_group, coordinator_rank, purpose)
+    if seat is None:
         return SingleGroup(deadline_s)
-    if dist.get_backend(ranks) == "fake":
-        raise ConfigError(
-            "a fake process group carries nothing; dcpstore.testing.ranks runs ranks as threads"
-        )
     with _kept_lock:
-        kept = _keep(ranks)
-        namespace = f"{purpose}/{kept.num_opened[purpose]}"
-        kept.num_opened[purpose] += 1
+        kept = _keep(_ranks_of(process_group))
         lanes = kept.lanes.pop(purpose, None)
 
     def give_back(lanes: Lanes) -> None:
@@ -417,22 +406,55 @@ def open_torch_group(
             surplus.close()
 
     return BoardGroup(
-        StoreBoard(
-            prefixed_store(namespace, kept.store),
-            host_rank=_store_host(ranks, coordinator_rank),
-            host=store_endpoint(kept.store),
-            max_pause_s=max(_MIN_LONGEST_PAUSE_S, size * _PAUSE_PER_RANK_S),
-        ),
-        rank=rank,
-        size=size,
-        coordinator=coordinator_rank,
+        seat.board,
+        rank=seat.rank,
+        size=seat.size,
+        coordinator=seat.coordinator,
         deadline_s=deadline_s,
-        namespace=namespace,
-        lane_maker=_lane_maker(kept, rank, size),
+        namespace=seat.namespace,
+        lane_maker=_lane_maker(kept, seat.rank, seat.size),
         lanes=lanes,
         subject=subject,
         give_back=give_back,
     )
+
+
+def open_torch_seat(
+    process_group: dist.ProcessGroup | None, coordinator_rank: int, purpose: str
+) -> Seat | None:
+    """All ranks: take a seat at a new board of the ranks of a process group; see `open_seat`.
+
+    Raises:
+        ConfigError: As `open_seat` says.
+    """
+    ranks = _ranks_of(process_group)
+    rank, size = dist.get_rank(ranks), dist.get_world_size(ranks)
+    if not 0 <= coordinator_rank < size:
+        raise ConfigError(f"coordinator {coordinator_rank} is no rank of a group of {size}")
+    if size == 1:
+        return None
+    if dist.get_backend(ranks) == "fake":
+        raise ConfigError(
+            "a fake process group carries nothing; dcpstore.testing.ranks runs ranks as threads"
+        )
+    with _kept_lock:
+        kept = _keep(ranks)
+        namespace = f"{purpose}/{kept.num_opened[purpose]}"
+        kept.num_opened[purpose] += 1
+    board = StoreBoard(
+        prefixed_store(namespace, kept.store),
+        host_rank=_store_host(ranks, coordinator_rank),
+        host=store_endpoint(kept.store),
+        max_pause_s=max(_MIN_LONGEST_PAUSE_S, size * _PAUSE_PER_RANK_S),
+    )
+    return Seat(board, rank, size, coordinator_rank, namespace)
+
+
+def _ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    ranks = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(ranks, dist.ProcessGroup):  # new_group gives others a placeholder
+        raise ConfigError("this process is not in the process group given")
+    return ranks
 
 
 def _keep(ranks: dist.ProcessGroup) -> _Kept:

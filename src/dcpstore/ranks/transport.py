@@ -15,6 +15,7 @@ times::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from typing_extensions import Buffer
@@ -63,6 +64,25 @@ class Board(Protocol):
     def count(self, key: str) -> int:
         """Add one to a counter and return it. Its key is dropped like any other."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One rank's place at a board.
+
+    Args:
+        board: Shared by these ranks, for one purpose alone.
+        rank: This rank.
+        size: Number of ranks.
+        coordinator: The rank that decides.
+        namespace: Tells the board from others that the same ranks share.
+    """
+
+    board: Board
+    rank: int
+    size: int
+    coordinator: int
+    namespace: str = ""
 
 
 class Pending(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
@@ -35,17 +35,20 @@ from dcpstore.errors import (
     NotFoundError,
 )
 from dcpstore.format.dtypes import is_plain_dtype
-from dcpstore.format.manifest import StoredItem
+from dcpstore.format.manifest import Manifest, StoredItem
+from dcpstore.format.seal import Facts
 from dcpstore.format.tensors import decode_opaque
 from dcpstore.plan import LoadPlanner
 from dcpstore.plan.coverage import find_flaws, refuse_flaws
 from dcpstore.plan.overlap import find_overlaps
 from dcpstore.plan.values import ValueRecord, open_record
+from dcpstore.read.attachments import Fetch, fetches, find_attachment, read_whole
 from dcpstore.read.discovery import Discovered, discover
 from dcpstore.read.pump import Pump, ReadJob, ReadStats, locate_records
 from dcpstore.read.targets import can_be_located
 from dcpstore.store import open_store
 from dcpstore.store.base import Store
+from dcpstore.store.budget import bytes_in_flight
 from dcpstore.store.folder import Folder
 from dcpstore.torch_private import narrow
 
@@ -465,6 +468,71 @@ class Checkpoint:
             receiver,
         )
         return receiver.values
+
+    # --- what was sealed beside the state dict -------------------------------------------
+
+    @cached_property
+    def _manifest(self) -> Manifest | None:
+        """Decoded once more: few ask for what only it tells."""
+        if self.discovered.manifest is None:
+            return None
+        return self.discovered.decode_manifest(self._config.max_metadata_bytes)
+
+    @property
+    def facts(self) -> Facts:
+        """Step, run and metrics that were told to the save."""
+        seal = self.discovered.seal
+        return (seal.facts if seal is not None else None) or Facts()
+
+    @property
+    def step(self) -> int | None:
+        """Number of completed steps, where it was told to the save."""
+        return self.facts.step
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics that were told to the save."""
+        return self.facts.metrics
+
+    @property
+    def user_metadata(self) -> Mapping[str, Any]:
+        """What was given to the save as ``user_metadata``."""
+        found: Mapping[str, Any] = {}
+        if self._manifest is not None:
+            found = self._manifest.info.get("user_metadata", {})
+        return found
+
+    @property
+    def attached_items(self) -> Mapping[str, StoredItem]:
+        """Where attachments lie, by their names."""
+        return {} if self._manifest is None else self._manifest.attachments
+
+    @property
+    def attachments(self) -> Mapping[str, int]:
+        """The files that were sealed with the state dict: names, and sizes in bytes."""
+        return {name: item.payload.num_bytes for name, item in self.attached_items.items()}
+
+    def read_attachment(self, name: str) -> bytes:
+        """Read a file that was sealed with the state dict; see `dcpstore.read_attachment`."""
+        return read_whole(self._fetches(name), self._config)
+
+    def attachment_pieces(self, name: str) -> Generator[memoryview, None, None]:
+        """Yield the verified bytes of an attachment, fetched ahead within the byte budget.
+
+        Whoever does not take them all closes the generator, which ends its threads.
+
+        Raises: as `read_attachment`.
+        """
+        calls = self._fetches(name)
+        with Pump(self._config.max_requests, "dcpstore-attachment") as pump:
+            yield from pump.in_order(calls, bytes_in_flight(self._config.budget_bytes))
+
+    def _fetches(self, name: str) -> list[Fetch]:
+        item = find_attachment(self.attached_items, name, self.url)
+        found = list(fetches(self.store, name, item, self._config))
+        for num_bytes, _ in found if item.inline is None else ():
+            self.stats.count(num_bytes)
+        return found
 
     # --- what lies where ---------------------------------------------------------------
 

@@ -58,7 +58,7 @@ from dcpstore.read.targets import (
     resolve_targets,
 )
 from dcpstore.report import Meter
-from dcpstore.store.base import Destination, FillsMemory, Store
+from dcpstore.store.base import Destination, FillsMemory, HasSpares, Store
 from dcpstore.store.budget import ByteBudget, Cancelled, FlightWindow, bytes_in_flight
 from dcpstore.store.hedge import RangeHedge
 from dcpstore.store.retry import read_twice_if_damaged
@@ -395,10 +395,22 @@ class ReadJob:
 
         def check_and_deliver() -> None:
             for request, data in contents:
-                self._check(request, data)
-                self._deliver(request, data)
+                self._deliver(request, self._received(request, data))
 
         return self._pump.begin(check_and_deliver)
+
+    def _received(self, request: Request, data: memoryview) -> memoryview:
+        """Return bytes that were received if they are right, else those of the second place."""
+        try:
+            self._check(request, data)
+        except CorruptError as error:
+            if not self._use_spare(request.key, error):
+                raise
+            return self._get_verified(request)
+        return data
+
+    def _use_spare(self, key: str, error: CorruptError) -> bool:
+        return isinstance(self._store, HasSpares) and self._store.use_spare(key, error)
 
     def commit_complete(self, planner: LoadPlanner) -> None:
         """Tell the planner of every target that is complete. In the caller's thread."""
@@ -464,7 +476,7 @@ class ReadJob:
                 self._fill(request, Destination([data]), self._budget)
                 self._check(request, data)
 
-            read_twice_if_damaged(fill)
+            self._read_twice(request, fill)
             self._deliver(request, data)
         finally:
             self._slabs.free.put(slab)
@@ -483,7 +495,7 @@ class ReadJob:
             self._check(request)
 
         try:
-            read_twice_if_damaged(fill)
+            self._read_twice(request, fill)
         finally:
             self._flight.release(request.range.num_bytes)
         for piece in request.pieces:
@@ -503,7 +515,24 @@ class ReadJob:
             self._check(request, data)
             return data
 
-        return read_twice_if_damaged(get)
+        return self._read_twice(request, get)
+
+    def _read_twice(self, request: Request, read: Callable[[], T]) -> T:
+        """Read and check; what is damaged is read once more, from its second place if it has one.
+
+        Raises:
+            CorruptError: If the second answer is damaged, too.
+        """
+
+        def read_here() -> T:
+            try:
+                return read()
+            except CorruptError as error:
+                if self._use_spare(request.key, error):
+                    return read()
+                raise
+
+        return read_twice_if_damaged(read_here)
 
     @contextmanager
     def _asking(self, request: Request, budget: ByteBudget) -> Iterator[None]:

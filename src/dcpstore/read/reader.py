@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -60,6 +60,9 @@ class ObjectStoreReader(InFolder, StorageReader):
     """
 
     _pickled = ("_config", "_folder", "_registry")
+
+    readers: Mapping[str, Sequence[int]] | None = None
+    """Key and ranks of each object that not every rank can read; None if there are none."""
 
     def __init__(
         self,

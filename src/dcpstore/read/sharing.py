@@ -8,9 +8,10 @@ checksum blocks alone. What several ranks want is fetched by one of them::
                [ bundle ][bundle][bundle]  [own]
     fetched by      2        0       3       0
 
-Where one rank alone has access, it fetches everything, and a bundle holds what several sets of
-ranks want, such as the columns that each of them has of some rows. What the same ranks want of
-a bundle is packed into one message, without what lies between::
+Not every rank may be able to read every object: a file that one rank reads for all, or objects on
+the disk of a node. What a rank wants and cannot read, one that can fetches for it. A bundle then
+holds what several sets of ranks want, such as the columns that each of them has of some rows.
+What the same ranks want of a bundle is packed into one message, without what lies between::
 
     object     0 0 1 1 2 2 3 3      message to 0   0 0 0 0
                0 0 1 1 2 2 3 3      message to 1   1 1 1 1   ...
@@ -27,7 +28,7 @@ that another rank could not fetch. What was received is verified like what was f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -128,12 +129,25 @@ class SharePlan:
 
 @dataclass(slots=True)
 class _Draft:
-    """A bundle to be: rows of the units in it, and all ranks that hold some of it."""
+    """A bundle to be.
+
+    Attributes:
+        object: As of `Bundle`.
+        range: As of `Bundle`.
+        rows: Of the units in it.
+        able: The ranks that can fetch it.
+        is_bound: Whether others cannot.
+        ranks: All that hold some of it.
+        fetcher: As of `Bundle`.
+    """
 
     object: int
     range: ByteRange
     rows: list[int]
-    ranks: tuple[int, ...]
+    able: tuple[int, ...]
+    is_bound: bool
+    ranks: tuple[int, ...] = ()
+    fetcher: int = -1
 
 
 def plan_sharing(
@@ -142,7 +156,7 @@ def plan_sharing(
     request_bytes: int,
     join_gap_bytes: int,
     wave_bytes: int,
-    fetcher: int | None = None,
+    readers: Mapping[int, tuple[int, ...]] | None = None,
 ) -> SharePlan:
     """Plan who fetches what for whom.
 
@@ -151,37 +165,36 @@ def plan_sharing(
         request_bytes: Longest bundle, unless one unit is longer.
         join_gap_bytes: Widest hole worth fetching along.
         wave_bytes: Most bytes of one wave that a rank holds.
-        fetcher: The rank that fetches everything, what one rank alone wants included. None:
-            each rank fetches that itself, and a fair share of what several want.
+        readers: The ranks that can read an object, for each that not all can. They fetch it for
+            the others, and each for itself what lies apart from all that others want. Of
+            every other object what several want is fetched by one of them.
     """
     unique, sets = _wanting_ranks(units)
+    readers = readers or {}
     places = unique.tolist()
-    together: dict[tuple[int, ...], list[int]] = {}
+    together: dict[tuple[tuple[int, ...], bool], list[int]] = {}
     for row, ranks in enumerate(sets):
-        if fetcher is not None or len(ranks) > 1:
-            together.setdefault(() if fetcher is not None else ranks, []).append(row)
+        able = readers.get(places[row][0])
+        if able is not None or len(ranks) > 1:
+            together.setdefault((able or ranks, able is not None), []).append(row)
     drafts = [
         draft
-        for ranks, rows in together.items()
-        for draft in _draft(places, rows, ranks, join_gap_bytes, (wave_bytes, request_bytes))
+        for able_and_bound, rows in together.items()
+        for draft in _draft(
+            places, rows, able_and_bound, join_gap_bytes, (wave_bytes, request_bytes)
+        )
     ]
-    if fetcher is not None:
-        for draft in drafts:
-            draft.ranks = tuple({fetcher}.union(*(sets[row] for row in draft.rows)))
-    loads = np.zeros(len(units), dtype=np.int64)
+    drafts = _choose_fetchers(drafts, sets, len(units))
     numbers = itertools.count()
     bundles = []
-    for wave, draft in _number_waves(drafts, len(units), wave_bytes, in_order=fetcher is not None):
-        members = np.asarray(draft.ranks if fetcher is None else (fetcher,))
-        chosen = int(members[np.argmin(loads[members])])
-        loads[chosen] += draft.range.num_bytes
+    for wave, draft in _number_waves(drafts, len(units), wave_bytes):
         by_ranks: dict[tuple[int, ...], list[int]] = {}
         for row in draft.rows:
             by_ranks.setdefault(sets[row], []).append(row)
         messages = tuple(
             Message(next(numbers), ranks, unique[rows]) for ranks, rows in by_ranks.items()
         )
-        bundles.append(Bundle(wave, draft.object, draft.range, chosen, messages))
+        bundles.append(Bundle(wave, draft.object, draft.range, draft.fetcher, messages))
     lengths = _packed_bytes(unique)
     return SharePlan(
         tuple(bundles),
@@ -189,6 +202,28 @@ def plan_sharing(
         int(lengths.sum()),
         int((lengths * np.array([len(ranks) for ranks in sets], dtype=np.int64)).sum()),
     )
+
+
+def _choose_fetchers(
+    drafts: Sequence[_Draft], sets: Sequence[tuple[int, ...]], num_ranks: int
+) -> list[_Draft]:
+    """Let of those that can fetch a bundle the one do it that has least to fetch.
+
+    Returns:
+        The bundles in the order of their objects, without those that nobody has to be sent.
+    """
+    loads = np.zeros(num_ranks, dtype=np.int64)
+    chosen = []
+    for draft in sorted(drafts, key=lambda draft: (draft.object, draft.range)):
+        wanting = {rank for row in draft.rows for rank in sets[row]}
+        if draft.is_bound and wanting.issubset(draft.able):
+            continue
+        members = np.asarray(draft.able)
+        draft.fetcher = int(members[np.argmin(loads[members])])
+        draft.ranks = tuple(sorted({draft.fetcher, *wanting}))
+        loads[draft.fetcher] += draft.range.num_bytes
+        chosen.append(draft)
+    return chosen
 
 
 def _packed_bytes(units: Units) -> npt.NDArray[np.int64]:
@@ -215,7 +250,7 @@ def _wanting_ranks(units: Sequence[Units]) -> tuple[Units, list[tuple[int, ...]]
 def _draft(
     places: Sequence[Sequence[int]],
     rows: Sequence[int],
-    ranks: tuple[int, ...],
+    able_and_bound: tuple[tuple[int, ...], bool],
     join_gap_bytes: int,
     most_bytes: tuple[int, int],
 ) -> Iterator[_Draft]:
@@ -235,25 +270,24 @@ def _draft(
             max_bytes=lambda: request_bytes,
         )
         for span, parts in joined:
-            yield _Draft(number, span, [row for _, inside in parts for row in inside], ranks)
+            rows_of = [row for _, inside in parts for row in inside]
+            yield _Draft(number, span, rows_of, *able_and_bound)
 
 
 def _number_waves(
-    drafts: Sequence[_Draft], num_ranks: int, wave_bytes: int, *, in_order: bool
+    drafts: Sequence[_Draft], num_ranks: int, wave_bytes: int
 ) -> list[tuple[int, _Draft]]:
     """Put each bundle into the first wave in which all its ranks have room for it.
 
-    Bundles of the same ranks stay in order, or all do. One that is larger than a wave gets one
-    alone.
+    Bundles of the same ranks stay in order. One that is larger than a wave gets one alone.
     """
     held: list[npt.NDArray[np.int64]] = []  # per wave: bytes per rank
     first_wave: dict[tuple[int, ...], int] = {}
     numbered = []
-    for draft in sorted(drafts, key=lambda draft: (draft.object, draft.range)):
+    for draft in drafts:
         members = np.asarray(draft.ranks)
         num_bytes = draft.range.num_bytes
-        key = () if in_order else draft.ranks
-        wave = first_wave.get(key, 0)
+        wave = first_wave.get(draft.ranks, 0)
         while wave < len(held):
             fullest = int(held[wave][members].max())
             if fullest == 0 or fullest + num_bytes <= wave_bytes:
@@ -262,7 +296,7 @@ def _number_waves(
         else:
             held.append(np.zeros(num_ranks, dtype=np.int64))
         held[wave][members] += num_bytes
-        first_wave[key] = wave
+        first_wave[draft.ranks] = wave
         numbered.append((wave, draft))
     return sorted(numbered, key=lambda one: one[0])
 
@@ -299,9 +333,9 @@ def read_shared(
     keys: Sequence[str],
     policy: SharePolicy,
     cache: PlanCache[Shares],
-    fetcher: int | None = None,
+    readers: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[str, bool]:
-    """Read what a job was prepared for, sharing what pays. All ranks.
+    """Read what a job was prepared for, sharing what pays or has to be. All ranks.
 
     The ranks agree in the steps "plan sharing" and "merge wants" (see
     `dcpstore.plan.agreement`), carry the waves, and then read what is left, each for itself.
@@ -312,9 +346,11 @@ def read_shared(
         planner: Told of complete targets, in the calling thread.
         config: Sizes and bounds.
         keys: Of all objects, in the same order on all ranks.
-        policy: ``"auto"`` shares where it saves at least 1 MiB of requests.
+        policy: Of what all ranks can read. ``"auto"`` shares where it saves at least 1 MiB of
+            requests.
         cache: What earlier loads agreed on; used on the coordinator.
-        fetcher: The only rank that can read; None if all can.
+        readers: Key and ranks of each object that these ranks alone can read. The coordinator's
+            count; None on every rank if all can read everything.
 
     Returns:
         What was shared and why, in words, and whether an earlier load wanted the same.
@@ -322,13 +358,17 @@ def read_shared(
     Raises:
         RankFailures: On every rank, if any failed to fetch, to carry or to deliver.
     """
-    if policy == "never" or group.size == 1:
+    if (policy == "never" and readers is None) or group.size == 1:
         steps.each(group, "read", lambda: job.fetch_rest(planner))
         return f"not shared: {'one rank' if group.size == 1 else 'share=' + repr(policy)}", False
     wants = _Wants(job, keys)
     wave_bytes = share_wave_bytes(config)
-    merge = partial(_merge, config, policy, fetcher)
+    known = readers or {}
+    able = {n: tuple(known[key]) for n, key in enumerate(keys) if key in known}
+    merge = partial(_merge, config, policy, able)
     fingerprint = f"share {policy} {wave_bytes} {config.request_bytes} {config.join_gap_bytes}"
+    if able:
+        fingerprint += f" {able}"
     agreement = Agreement(group, cache, fingerprint, merge)
     sharing = agreement.reach("plan sharing", "merge wants", wants.pack)
     succeeded = False
@@ -351,7 +391,10 @@ def share_wave_bytes(config: ReadConfig) -> int:
 
 
 def _merge(
-    config: ReadConfig, policy: SharePolicy, fetcher: int | None, packed: Sequence[PackedPlan]
+    config: ReadConfig,
+    policy: SharePolicy,
+    readers: Mapping[int, tuple[int, ...]],
+    packed: Sequence[PackedPlan],
 ) -> Shares:
     wave_bytes = share_wave_bytes(config)
     plan = plan_sharing(
@@ -359,24 +402,29 @@ def _merge(
         request_bytes=min(config.request_bytes, wave_bytes),
         join_gap_bytes=config.join_gap_bytes,
         wave_bytes=wave_bytes,
-        fetcher=fetcher,
+        readers=readers,
     )
-    saved = plan.wanted_bytes - plan.unique_bytes
+    bound = [bundle for bundle in plan.bundles if bundle.object in readers]
+    free = [bundle for bundle in plan.bundles if bundle.object not in readers]
+    saved = sum(m.num_bytes * (len(m.ranks) - 1) for one in free for m in one.messages)
     amounts = (
         f"{len(packed)} ranks want {plan.wanted_bytes} bytes, {plan.unique_bytes} of them unique"
     )
-    is_shared = True
-    if fetcher is not None:
-        reason = "one rank read, and sent each of the others its part"
-    elif plan.bundles and (policy == "always" or saved >= _LEAST_SAVED_BYTES):
+    if free and (policy == "always" or (policy == "auto" and saved >= _LEAST_SAVED_BYTES)):
         reason = f"shared: {amounts}; each was fetched once"
     else:
-        is_shared = False
         why = f"it would save {saved} bytes, less than {_LEAST_SAVED_BYTES}"
-        if not plan.bundles:
+        if not free:
             why = "no two ranks want the same bytes"
+        elif policy == "never":
+            why = f"share={policy!r}"
         reason = f"not shared: {why} ({amounts})"
-    plans = [plan.of_rank(rank) if is_shared else None for rank in range(len(packed))]
+        num_waves = 1 + max((bundle.wave for bundle in bound), default=-1)
+        plan = replace(plan, bundles=tuple(bound), num_waves=num_waves)
+    if bound:
+        sent = sum(message.num_bytes for bundle in bound for message in bundle.messages)
+        reason = f"{sent} bytes came from ranks that alone can read them; the rest {reason}"
+    plans = [plan.of_rank(rank) if plan.bundles else None for rank in range(len(packed))]
     return Shares([Sharing(one, reason) for one in plans])
 
 

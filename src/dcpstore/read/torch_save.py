@@ -458,6 +458,7 @@ class LoadJob:
             towards_job = cast("LoadPlanner", SavedFlags(planner, self._contents))
             job = steps.each(self._group, "check targets", prepare)
             self.stats = job.stats
+            only = (self._group.coordinator,)
             sharing, _ = read_shared(
                 self._group,
                 job,
@@ -466,7 +467,7 @@ class LoadJob:
                 keys=(_FILE, _VALUES),
                 policy="never" if self._is_direct else "always",
                 cache=PlanCache(),
-                fetcher=self._group.coordinator,
+                readers=None if self._is_direct else dict.fromkeys((_FILE, _VALUES), only),
             )
             steps.each(self._group, "finish", self._file.check_unchanged if self._file else bool)
         self.stats.num_requests = len(source.asked_bytes)

@@ -14,7 +14,8 @@ concurrency belongs to the executors above. A typical save and load call it so:
 or a load.
 
 A store may do more, which its caller has to ask for first: receive ranges straight into memory of
-the caller's (`FillsMemory`), and let the provider copy objects by itself (`ServerCopies`).
+the caller's (`FillsMemory`), let the provider copy objects by itself (`ServerCopies`), and read an
+object that is damaged from another place (`HasSpares`).
 
 What a store refuses by its name or size is known before the first byte is sent:
 
@@ -611,6 +612,22 @@ class CopySource:
     bucket: str
     path: str
     size_bytes: int
+
+
+@runtime_checkable
+class HasSpares(Protocol):
+    """A `Store` some of whose objects lie in a second place, too. Thread-safe."""
+
+    def use_spare(self, key: str, error: CheckpointError) -> bool:
+        """Read an object from its second place from now on, and warn of it.
+
+        Args:
+            key: The object.
+            error: What is wrong with it in the first place.
+
+        Returns:
+            Whether it has a second place.
+        """
 
 
 @runtime_checkable

@@ -285,6 +285,11 @@ class Folder:
             )
         return self._store
 
+    def below(self, name: str) -> Folder:
+        """Return the folder of that name in this one, reached in the same way."""
+        url = f"{self.url.rstrip('/')}/{name}"
+        return Folder(url, self._options, self._config, self._opener)
+
     def move(self, url: str | os.PathLike[str]) -> None:
         """Go to another URL with the same options.
 

@@ -67,7 +67,7 @@ def keys_named_in(store: Store, data: memoryview, *, key: str, folder: str = "")
         return _named_in_pickle(data, key)
     manifest = decode(get_manifest(store, data, seal, folder=folder), key=seal.manifest_key or key)
     named = {one.key for one in manifest.objects}
-    named.update(form.key for item in manifest.items.values() for form in item.forms)
+    named.update(item.key for _, item in manifest.stored)
     return named if seal.manifest_key is None else {*named, seal.manifest_key}
 
 

@@ -1,6 +1,6 @@
-"""One rank's part of one save: items, one after another, into packed objects.
+"""One rank's part of one save: items and attachments, one after another, into packed objects.
 
-Which items go into which object, and in how large parts objects are sent, is planned before the
+Which of them go into which object, and in how large parts objects are sent, is planned before the
 first byte is written.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
 from pickletools import genops
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpstore.config import WriteConfig
-from dcpstore.errors import CheckpointError, ConfigError, IncompatibleError
+from dcpstore.errors import CheckpointError, ConfigError, ConflictError, IncompatibleError
 from dcpstore.format.checksum import BlockChecksummer
 from dcpstore.format.dtypes import dtype_name
 from dcpstore.format.manifest import DataObject, ItemKind, StoredItem
@@ -34,6 +35,8 @@ from dcpstore.report import Meter
 from dcpstore.store.base import ByteRange, Store
 from dcpstore.text import collector_paused
 from dcpstore.torch_private import refused_globals
+from dcpstore.write.cutoff import Cutoff
+from dcpstore.write.source import ByteSource
 from dcpstore.write.upload import ObjectStream, Uploads
 
 logger = logging.getLogger(__name__)
@@ -97,7 +100,10 @@ def plan_part_bytes(total_bytes: int, num_objects: int, *, max_parts: int, most_
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank tells the coordinator about one item, in ``WriteResult.storage_data``."""
+    """What a rank tells the coordinator about one item, in ``WriteResult.storage_data``.
+
+    Or about one attachment.
+    """
 
     item: StoredItem
     object: DataObject
@@ -151,6 +157,7 @@ class WriteJob:
         planner: Resolves items to data; called in the calling thread only.
         save_id: Part of every key.
         meter: Counts the bytes handed to the store; None where nobody watches.
+        cutoff: Ends it early; None for never.
     """
 
     def __init__(
@@ -161,8 +168,10 @@ class WriteJob:
         planner: SavePlanner,
         save_id: str,
         meter: Meter | None = None,
+        cutoff: Cutoff | None = None,
     ) -> None:
         self._store = store
+        self._cutoff = cutoff
         self._config = config
         self._extensions = extensions
         self._planner = planner
@@ -172,12 +181,23 @@ class WriteJob:
         self._refused: dict[str, list[str]] = {}
         self.keys: list[str] = []
         """Every key that this job may have put."""
+        self.attachments: dict[str, Written] = {}
+        """Where each attachment lies, by its name, once `run` returned."""
         self.stats = WriteStats()
 
-    def run(self, items: Sequence[WriteItem], rank: int | None) -> list[WriteResult]:
-        """Write all items; return one result per item."""
+    def run(
+        self,
+        items: Sequence[WriteItem],
+        rank: int | None,
+        attachments: Mapping[str, ByteSource] | None = None,
+    ) -> list[WriteResult]:
+        """Write all items, then the attachments by their names; return one result per item."""
         drafts: list[_Draft] = []
+        attached: dict[str, _Stored] = {}
+        sources = list((attachments or {}).items())
         sizes = [_expected_bytes(item) for item in items]
+        sizes += [source.num_bytes for _, source in sources]
+        names = [*(item.index.fqn for item in items), *(name for name, _ in sources)]
         objects = plan_objects(sizes, self._config.object_bytes)
         if objects:  # the last key is the longest
             last = data_key(rank or 0, len(objects) - 1, self._save_id)
@@ -185,10 +205,11 @@ class WriteJob:
         uploads = Uploads(
             self._store,
             self._config,
-            part_bytes=self._part_bytes_for(items, sizes, objects),
+            part_bytes=self._part_bytes_for(names, sizes, objects),
             pin=torch.cuda.is_available(),
             meter=self._meter,
             lends=getattr(self._planner, "keeps_tensors", True),
+            cutoff=self._cutoff,
         )
         if self._meter is not None:
             self._meter.expect(sum(sizes))
@@ -197,7 +218,12 @@ class WriteJob:
                 key = data_key(rank or 0, number, self._save_id)
                 self.keys.append(key)
                 stream = uploads.open(key)
-                drafts.extend(self._write(stream, items[position]) for position in positions)
+                for at in positions:
+                    if at < len(items):
+                        drafts.append(self._write(stream, items[at]))
+                    else:
+                        name, source = sources[at - len(items)]
+                        attached[name] = self._write_attachment(stream, source, sizes[at])
                 stream.finish()
         self.stats = WriteStats(
             num_objects=len(uploads.objects),
@@ -206,11 +232,14 @@ class WriteJob:
             peak_bytes=uploads.pool.peak_bytes,
         )
         self._warn_of_refused()
+        for name, (item, checksummer) in attached.items():
+            whole = replace(item, checksums=checksummer.finish())
+            self.attachments[name] = Written(whole, uploads.objects[item.key])
         with collector_paused():
             return [self._result(draft, uploads.objects) for draft in drafts]
 
     def _part_bytes_for(
-        self, items: Sequence[WriteItem], sizes: Sequence[int], objects: Sequence[Sequence[int]]
+        self, names: Sequence[str], sizes: Sequence[int], objects: Sequence[Sequence[int]]
     ) -> int:
         """Choose the size of parts: even, and as large as the largest object needs.
 
@@ -235,10 +264,11 @@ class WriteJob:
                     f" and it is {self._config.budget_bytes}. Raise it"
                 )
         except ConfigError as error:
-            name = items[max(largest, key=sizes.__getitem__)].index.fqn
+            name = names[max(largest, key=sizes.__getitem__)]
             raise ConfigError(
                 f"{name!r} cannot be saved at {self._store.url}: {error.message}; or save it in"
-                " chunks, with dcpstore.SavePlanner(max_item_bytes=...) or in shards"
+                " chunks: a tensor with dcpstore.SavePlanner(max_item_bytes=...) or in shards, an"
+                " attachment as several"
             ) from error
         return part_bytes
 
@@ -350,6 +380,37 @@ class WriteJob:
             transforms=tuple(one.get_descriptor() for one in self._extensions),
             block_bytes=self._config.checksum_block_bytes,
             inline=b"".join(pieces) if may_inline else None,
+        )
+        return item, checksummer
+
+    def _write_attachment(
+        self, stream: ObjectStream, source: ByteSource, num_bytes: int
+    ) -> _Stored:
+        """Write an attachment as it is; stream extensions are for what torch reads."""
+        start, checksummer = stream.tell(), BlockChecksummer(self._config.checksum_block_bytes)
+        kept: list[bytes] | None = [] if self._may_inline(num_bytes) else None
+        stream.begin_checked(checksummer)
+        with closing(source.pieces()) as pieces:
+            for piece in pieces:
+                stream.write(piece)
+                if stream.tell() - start > num_bytes:
+                    break
+                if kept is not None:
+                    kept.append(bytes(piece))
+        stream.end_checked()
+        span = ByteRange(start, stream.tell())
+        if span.num_bytes != num_bytes:
+            raise ConflictError(
+                f"{source} had {num_bytes} bytes when it began to be saved, and another size when"
+                " it was read. Attach what nobody writes to any more, or its bytes"
+            )
+        item = StoredItem(
+            key=stream.key,
+            record=span,
+            kind="bytes",
+            payload=span,
+            block_bytes=self._config.checksum_block_bytes,
+            inline=None if kept is None else b"".join(kept),
         )
         return item, checksummer
 

@@ -41,6 +41,7 @@ from dcpstore.format.payload import Slab, Slabs, copy_bytes_out, host_payload, t
 from dcpstore.report import Meter
 from dcpstore.store.base import Capabilities, ObjectInfo, Part, chained, joined
 from dcpstore.store.budget import Bytes, Cancelled
+from dcpstore.write.cutoff import Cutoff
 
 _LEAST_SLABS_TO_CUT = 3  # as an upload begins once it has two parts, and both may need a slab
 
@@ -369,6 +370,7 @@ class Uploads:
         meter: Counts the bytes handed to the store; None where nobody watches.
         lends: Whether the store may read tensors' own memory until the uploads end; not for
             callers that fill the same memory again.
+        cutoff: Once it is over, no part is begun; None for never.
     """
 
     def __init__(
@@ -380,8 +382,10 @@ class Uploads:
         pin: bool,
         meter: Meter | None = None,
         lends: bool = True,
+        cutoff: Cutoff | None = None,
     ) -> None:
         self._store = store
+        self._cutoff = cutoff
         self.part_bytes = config.part_bytes if part_bytes is None else part_bytes
         """Size of every part but an object's last."""
         least_bytes = _LEAST_LENT_BYTES if store.capabilities.gathers_parts else self.part_bytes
@@ -399,7 +403,7 @@ class Uploads:
         if not store.capabilities.gathers_parts:
             num_places = min(num_places, num_slabs)  # it copies what it is lent
         self.pool = SlabPool(
-            num_places, num_slabs, self.part_bytes, partial(Slab.make, pin=pin), self._failed.is_set
+            num_places, num_slabs, self.part_bytes, partial(Slab.make, pin=pin), self._must_stop
         )
         """Memory for what is copied."""
         self._open: ObjectStream | None = None
@@ -433,9 +437,9 @@ class Uploads:
         """Take a place for a part, waiting for one.
 
         Raises:
-            Cancelled: If an upload failed meanwhile.
+            Cancelled: If an upload failed meanwhile, or the cutoff is over.
         """
-        if self._failed.is_set():
+        if self._must_stop():
             raise Cancelled
         self.pool.acquire_place()
 
@@ -444,6 +448,9 @@ class Uploads:
         if not self.has_lent or not self._store.capabilities.gathers_parts:
             return None
         return self.pool.acquire_scratch()
+
+    def _must_stop(self) -> bool:
+        return self._failed.is_set() or (self._cutoff is not None and self._cutoff.is_over)
 
     def _wait(self) -> None:
         self._raise_cause()
@@ -471,6 +478,8 @@ class Uploads:
         for error in failures:
             if not isinstance(error, Cancelled):
                 raise error
+        if self._cutoff is not None and (failures or self._failed.is_set()):
+            self._cutoff.check()
 
     def _upload(self, stream: ObjectStream) -> DataObject:
         try:
@@ -500,8 +509,8 @@ class Uploads:
 
     def _leases(self, stream: ObjectStream) -> Iterator[tuple[memoryview, ...]]:
         while (part := stream.parts.get()) is not None:
-            if self._failed.is_set():
-                break
+            if self._must_stop():
+                raise Cancelled
             part.wait_and_check()
             num_bytes = part.num_bytes
             leases = self.pool.lease(part.seal(), part.slab, part.scratch)

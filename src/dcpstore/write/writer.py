@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from dcpstore.config import WriteConfig
 from dcpstore.errors import AlreadyExistsError, CheckpointError, IncompatibleError
-from dcpstore.format.manifest import ItemId, Manifest, StoredItem, encode
+from dcpstore.format.manifest import ItemId, Manifest, encode
 from dcpstore.format.metadata import (
     entries_of,
     expected_items,
@@ -47,7 +47,16 @@ from dcpstore.store.base import Store
 from dcpstore.store.folder import Folder, InFolder
 from dcpstore.text import collector_paused
 from dcpstore.torch_private import dcp_format_version
-from dcpstore.write.attached import Attached, attach, merge, take_out
+from dcpstore.write.attached import (
+    Attached,
+    Attachment,
+    Given,
+    attach,
+    merge,
+    objects_of,
+    same_bytes,
+    take_out,
+)
 from dcpstore.write.commit import (
     Found,
     Proof,
@@ -57,6 +66,7 @@ from dcpstore.write.commit import (
     prove_superseded,
     sweep,
 )
+from dcpstore.write.cutoff import Cutoff
 from dcpstore.write.job import WriteJob, WriteStats, Written
 
 
@@ -137,6 +147,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
 
     _pickled = ("_config", "_folder", "_overwrite", "_extensions", "_sleep", "_clock", "_attached")
     _meter: Meter | None = None
+    _cutoff: Cutoff | None = None
 
     def __init__(
         self,
@@ -157,7 +168,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._extensions = tuple(extensions)
         self._sleep = sleep
         self._clock = clock
-        self._attached = Attached()  # to the next save; kept across reset and pickling
+        self._attached = Given()  # to the next save; kept across reset and pickling
         self._begin()
 
     def __repr__(self) -> str:
@@ -173,17 +184,19 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._found: Found | None = None
         self._keys: list[str] = []
         self._is_seal_begun = False
-        self._sealing = Attached()  # with this save
+        self._sealing = Given()  # with this save
         self.last_write: WriteStats | None = None
         """What the last `write_data` of this rank did; None before it."""
 
-    def watch(self, meter: Meter | None) -> None:
-        """Tell a meter of the bytes of coming saves; None for nobody."""
+    def watch(self, meter: Meter | None, cutoff: Cutoff | None = None) -> None:
+        """Tell a meter of the bytes of coming saves, and end them early at a cutoff; or neither."""
         self._meter = meter
+        self._cutoff = cutoff
 
     def attach(
         self,
         *,
+        attachments: Mapping[str, Attachment] | None = None,
         metrics: Mapping[str, float] | None = None,
         user_metadata: Mapping[str, Any] | None = None,
         step: int | None = None,
@@ -191,19 +204,33 @@ class ObjectStoreWriter(InFolder, StorageWriter):
     ) -> None:
         """Seal more than tensors with the next save; replaces what was attached to it before.
 
-        Any rank may attach. Where ranks give different values under one name, the coordinator's
-        counts, then that of the lowest rank.
+        Not while a save of this writer runs, as in the background of ``dcp.async_save``, which
+        may not have taken what was attached to it; and again before each save that runs in
+        another process, since this writer does not hear that its copy there has taken it. Any
+        rank may attach. Where ranks give different metrics or metadata under one name, the
+        coordinator's count, then those of the lowest rank.
 
         Args:
+            attachments: Bytes, which are taken as they are now, or local files by their
+                ``pathlib.Path``, which are read by the save. The name is a relative path;
+                ``{rank}`` in it is replaced by the rank's number. Several ranks may attach the
+                same bytes under one name; other bytes fail the save. They are stored as they
+                are, whatever ``extensions`` do to tensors.
             metrics: Numbers by name, NaN and infinity too. With step and run at most 16 KiB.
             user_metadata: What JSON can say, at most 256 KiB.
             step: Number of completed steps.
             run: Id of the run that the save belongs to.
 
         Raises:
-            ConfigError: If something is of the wrong type or too large.
+            ConfigError: If something is of the wrong type or too large, or a file is not there.
         """
-        self._attached = attach(metrics=metrics, user_metadata=user_metadata, step=step, run=run)
+        self._attached = attach(
+            attachments=attachments,
+            metrics=metrics,
+            user_metadata=user_metadata,
+            step=step,
+            run=run,
+        )
 
     @property
     def has_attached(self) -> bool:
@@ -226,7 +253,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
-        self._sealing, self._attached = self._attached, Attached()
+        self._sealing, self._attached = self._attached, Given()
         if is_coordinator or not self._use_collectives:
             store = self._folder.open()
             self._probe = BackgroundProbe(store, self._metadata_key, overwrite=self._overwrite)
@@ -276,18 +303,27 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self.await_probe()
         store = self._folder.open()
         rank = plan.storage_data.rank if isinstance(plan.storage_data, _RankNumber) else None
-        job = WriteJob(store, self._config, self._extensions, planner, self._save_id, self._meter)
+        settings = (self._config, self._extensions)
+        watched = (self._meter, self._cutoff)
+        job = WriteJob(store, *settings, planner, self._save_id, *watched)
+        rank = self._rank if rank is None else rank
+        given = self._sealing
         try:
-            results = job.run(plan.items, self._rank if rank is None else rank)
+            results = job.run(plan.items, rank, given.sources_of(rank or 0))
         except BaseException:
             # The coordinator seals only once every rank has written.
             sweep(store, job.keys, Proof.NOT_BEGUN, why="this failed save")
             raise
         self._keys = job.keys
         self.last_write = job.stats
-        if self._sealing:
-            leads = self._is_coordinator
-            results.append(replace(self._sealing, is_coordinator=leads).as_result())
+        if given:
+            told = Attached(
+                given.facts,
+                given.user_metadata,
+                job.attachments,
+                is_coordinator=self._is_coordinator,
+            )
+            results.append(told.as_result())
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -401,6 +437,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         _check_complete(metadata, by_id)
         ordered = {one: by_id[one].item for one in expected_items(metadata)}
         ordered.update({one: w.item for one, w in by_id.items() if one not in ordered})
+        objects = [*(w.object for w in by_id.values()), *attached.objects]
         metadata.version = dcp_format_version()
         metadata.storage_data = stock_storage_data({i: w.item for i, w in by_index.items()})
         metadata.storage_meta = StorageMeta(self.checkpoint_id, self._save_id)
@@ -409,7 +446,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
             save_id=self._save_id,
             entries=entries_of(metadata, ordered),
             items=ordered,
-            objects=tuple({w.object.key: w.object for w in by_id.values()}.values()),
+            objects=tuple({one.key: one for one in objects}.values()),
             planner_paths=paths,
             has_other_planner_data=metadata.planner_data is not None and paths is None,
             info={
@@ -418,6 +455,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
                 "ranks_metadata": self._metadata_key,
                 **({"user_metadata": attached.user_metadata} if attached.user_metadata else {}),
             },
+            attachments={name: w.item for name, w in sorted(attached.written.items())},
         )
         return pickle.dumps(metadata), encode(manifest)
 
@@ -429,8 +467,7 @@ class _RankNumber:
 
 def _keys_of(results: Sequence[Sequence[WriteResult]]) -> set[str]:
     """Return the keys of all data objects that ranks wrote."""
-    written, _ = take_out(chain.from_iterable(results))
-    return {one.storage_data.object.key for one in written}
+    return {one.key for one in objects_of(chain.from_iterable(results))}
 
 
 def _merge(results: Sequence[WriteResult]) -> dict[MetadataIndex, Written]:
@@ -443,21 +480,13 @@ def _merge(results: Sequence[WriteResult]) -> dict[MetadataIndex, Written]:
     for result in results:
         written: Written = result.storage_data
         first = merged.setdefault(result.index, written)
-        if first is not written and not _same_bytes(first.item, written.item):
+        if first is not written and not same_bytes(first.item, written.item):
             raise IncompatibleError(
                 f"two ranks saved different values as {result.index.fqn!r} at offset"
                 f" {result.index.offset}: only one could be loaded again. Give tensors that differ"
                 " between ranks different keys, or shard them. Nothing was sealed"
             )
     return merged
-
-
-def _same_bytes(one: StoredItem, other: StoredItem) -> bool:
-    if one.checksums is None or other.checksums is None:
-        return False
-    return one.payload.num_bytes == other.payload.num_bytes and bool(
-        (one.checksums == other.checksums).all()
-    )
 
 
 def _check_complete(metadata: Metadata, by_id: Mapping[ItemId, Written]) -> None:

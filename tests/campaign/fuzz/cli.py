@@ -14,6 +14,7 @@ from campaign.fuzz.runner import Finding, Results, run
 NAMES = (
     "stock metadata",
     "our metadata",
+    "our attachments",
     "safetensors",
     "index.json",
     "torch.save file",

@@ -33,7 +33,7 @@ from campaign.fuzz.mutation import (
 )
 from dcpstore.cli.main import main as command_line
 from dcpstore.convert import torch_save_to_dcp
-from dcpstore.format.seal import make_metadata, read_seal
+from dcpstore.format.seal import Facts, make_metadata, read_seal
 from dcpstore.format.tensors import load_record
 from dcpstore.read.targets import find_tensor
 from dcpstore.read.torch_file import open_torch_file
@@ -162,7 +162,7 @@ class _Ours(_Folder):
         data = memoryview(self._bytes)
         seal = read_seal(data)
         assert seal is not None
-        self._save_id = seal.save_id
+        self._save_id, self._facts = seal.save_id, seal.facts
         self._pickle = bytes(data[: seal.pickle_bytes])
         manifest = bytes(data[seal.manifest_span.start : seal.manifest_span.end])
         self._version, header_bytes = struct.unpack_from("<II", manifest, 8)
@@ -181,7 +181,11 @@ class _Ours(_Folder):
             return mutated_bytes(self._bytes, rng)
         manifest = self._mutated_manifest(rng)
         _, data = make_metadata(
-            self._save_id, self._pickle, manifest, embed_manifest_bytes=len(manifest)
+            self._save_id,
+            self._pickle,
+            manifest,
+            embed_manifest_bytes=len(manifest),
+            facts=self._facts,
         )
         return data
 
@@ -215,6 +219,38 @@ class _Ours(_Folder):
         at = rng.randrange(len(column) // width) * width
         found[at : at + width] = (rng.choice(INTEGERS) % (1 << 8 * width)).to_bytes(width, "little")
         return bytes(found)
+
+
+class _OursAttached(_Ours):
+    """The same with attachments, and facts in the footer."""
+
+    def _save(self, folder: Path) -> None:
+        files = {"rng-{rank}.json": b"{}", "large": bytes(9000), "empty": b""}
+        facts = Facts(100, "run", {"loss": 0.5, "worst": float("nan")})
+        user = {"a": [1, {"b": None}]}
+        dcpstore.save(_state(), str(folder), attachments=files, facts=facts, user_metadata=user)
+
+    def make(self, rng: random.Random) -> bytes:
+        data = super().make(rng)
+        end, magic = struct.unpack("<I8s", data[-12:].rjust(12))
+        if magic != b"DCPSSEAL" or rng.random() < 0.6:
+            return data
+        try:
+            fields = json.loads(data[-12 - end : -12])
+        except ValueError:
+            return data  # changed byte by byte
+        fields.pop("seal_crc32c", None)
+        fields["facts"] = mutated_json(fields.get("facts", {}), rng)
+        fields["seal_crc32c"] = crc32c.crc32c(json.dumps(fields, separators=(",", ":")).encode())
+        text = json.dumps(fields).encode()
+        return data[: -12 - end] + text + struct.pack("<I8s", len(text), magic)
+
+    def _load(self) -> None:
+        super()._load()
+        with dcpstore.open_checkpoint(str(self._bad)) as checkpoint:
+            for name in checkpoint.attachments:
+                checkpoint.read_attachment(name)
+            json.dumps([checkpoint.step, dict(checkpoint.metrics), checkpoint.user_metadata])
 
 
 def _changed(header: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -374,6 +410,7 @@ def _zipped(members: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> b
 PARSERS: Mapping[str, Callable[[Path], Parser]] = {
     "stock metadata": _Stock,
     "our metadata": _Ours,
+    "our attachments": _OursAttached,
     "safetensors": _Safetensors,
     "index.json": _Index,
     "torch.save file": _TorchFile,

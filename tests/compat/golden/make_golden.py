@@ -1,10 +1,18 @@
 """Make a golden checkpoint; run once per version, the result is never changed.
 
-``python tests/compat/golden/make_golden.py stock|stock-zstd|ours|ours-embedded|ours-values``
-writes the folder ``torch-<version>``, ``torch-<version>-zstd``, ``dcpstore-1`` (the manifest is an
-object of its own), ``dcpstore-1-embedded`` (it lies in ``.metadata``) or ``dcpstore-2`` (with
-values that need an encoding) beside this script, saved by two ranks, and ``expected.pt`` in it:
-the plain values. It refuses to touch a folder that exists.
+``python tests/compat/golden/make_golden.py KIND`` writes a folder beside this script, saved by two
+ranks, and ``expected.pt`` in it: the plain values. It refuses to touch a folder that exists.
+
+=================  =======================================================================
+kind               folder
+=================  =======================================================================
+``stock``          ``torch-<version>``
+``stock-zstd``     ``torch-<version>-zstd``
+``ours``           ``dcpstore-1``: the manifest is an object of its own
+``ours-embedded``  ``dcpstore-1-embedded``: it lies in ``.metadata``
+``ours-values``    ``dcpstore-2``: with values that need an encoding
+``ours-attached``  ``dcpstore-2-attached``: with attachments, facts and users' metadata
+=================  =======================================================================
 """
 
 from __future__ import annotations
@@ -69,6 +77,19 @@ def encoded_values() -> dict[str, Any]:
     }
 
 
+USER_METADATA = {"tokens": 10**12, "note": ["\u00e9", {"nothing": None}]}
+METRICS = {"loss": 0.1, "perplexity": float("inf"), "none": float("nan")}
+STEP, RUN = 100, "0123456789abcdef"
+
+
+def attachments_of(rank: int) -> dict[str, bytes]:
+    """Return small and large files, by the names that they have once they are sealed."""
+    found = {f"rng-{rank}.json": b'{"seed": %d}' % rank, "tokenizer/vocab.txt": b"a b c\n" * 1000}
+    if rank == 1:
+        found |= {"empty": b"", "blocks.bin": bytes(range(256)) * 40}
+    return found
+
+
 def save_rank(rank: int, kind: str, folder: str, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
@@ -86,8 +107,16 @@ def save_rank(rank: int, kind: str, folder: str, store: str) -> None:
         from dcpstore import ObjectStoreWriter, SavePlanner, WriteConfig
 
         config = WriteConfig(embed_manifest_bytes=0) if kind == "ours" else WriteConfig()
+        if kind == "ours-attached":
+            config = WriteConfig(checksum_block_bytes=4096)
         planner = SavePlanner() if kind == "ours-values" else None
         writer: Any = ObjectStoreWriter(Path(folder), config=config)
+        if kind == "ours-attached":
+            given = attachments_of(rank)
+            given["rng-{rank}.json"] = given.pop(f"rng-{rank}.json")
+            writer.attach(
+                attachments=given, metrics=METRICS, user_metadata=USER_METADATA, step=STEP, run=RUN
+            )
     else:
         writer, planner = dcp.FileSystemWriter(folder, **settings_of(kind)), None
     dcp.save(state, storage_writer=writer, planner=planner)
@@ -103,7 +132,12 @@ def settings_of(kind: str) -> dict[str, Any]:
 
 
 def folder_of(kind: str) -> Path:
-    ours = {"ours": "1", "ours-embedded": "1-embedded", "ours-values": "2"}
+    ours = {
+        "ours": "1",
+        "ours-embedded": "1-embedded",
+        "ours-values": "2",
+        "ours-attached": "2-attached",
+    }
     if kind in ours:
         return HERE / f"dcpstore-{ours[kind]}"
     version = str(torch.__version__).partition("+")[0]

@@ -39,7 +39,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from math import prod
 from typing import Any, Protocol
 
@@ -66,6 +65,7 @@ from dcpstore.errors import (
     ConfigError,
     ConflictError,
     CorruptError,
+    NotFoundError,
     RankFailures,
     StoreError,
 )
@@ -81,6 +81,7 @@ from dcpstore.store.base import ByteRange, Store, server_copier
 from dcpstore.store.budget import bytes_in_flight
 from dcpstore.store.folder import Folder
 from dcpstore.store.ranges import cut, join
+from dcpstore.write.attached import Attached
 from dcpstore.write.commit import Proof, probe, sweep
 from dcpstore.write.job import Written
 from dcpstore.write.writer import ObjectStoreWriter
@@ -478,13 +479,18 @@ class MirrorOfOurs:
     Args:
         checkpoint: The source.
         writer: Of the target.
+        checks_sizes: Whether to look the sizes of objects up that no record vouches for; False if
+            those who copy compare them.
     """
 
     has_fresh_names = True
 
-    def __init__(self, checkpoint: Checkpoint, writer: ObjectStoreWriter) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, writer: ObjectStoreWriter, *, checks_sizes: bool = True
+    ) -> None:
         self._checkpoint = checkpoint
         self._writer = writer
+        self._checks_sizes = checks_sizes
         self._new_keys: dict[str, str] = {}
 
     def plan(self) -> list[CopyTask]:
@@ -496,10 +502,12 @@ class MirrorOfOurs:
         self._writer.await_probe()
         # It was within the limit of the checkpoint's own config when that was opened.
         manifest = self._checkpoint.discovered.decode_manifest(sys.maxsize)
-        items = _by_object(manifest.items.values())
+        items: dict[str, list[StoredItem]] = {}
         ends: dict[str, int] = {}
-        for form in chain.from_iterable(one.forms for one in manifest.items.values()):
+        for _, form in manifest.stored:
             ends[form.key] = max(ends.get(form.key, 0), form.record.end)
+            if form.checksums is not None:
+                items.setdefault(form.key, []).append(form)
         objects = sorted(manifest.objects, key=lambda stored: stored.key)
         self._new_keys = _fresh_names([stored.key for stored in objects], save_id)
         return [
@@ -508,7 +516,7 @@ class MirrorOfOurs:
                 self._new_keys[stored.key],
                 # No record vouches for the size of an object that is longer than its records.
                 stored.size_bytes
-                if stored.size_bytes == ends.get(stored.key)
+                if stored.size_bytes == ends.get(stored.key) or not self._checks_sizes
                 else _size_of(self._checkpoint.store, stored.key, stored.size_bytes),
                 tuple(items.get(stored.key, ())),
             )
@@ -522,7 +530,17 @@ class MirrorOfOurs:
             moved = item.moved(self._new_keys)
             written = Written(moved, stored[moved.key])
             results.append(WriteResult(index, item.record.num_bytes, written))
-        self._writer.finish(replace(self._checkpoint.metadata), [results])
+        attached = {}
+        for name, item in self._checkpoint.attached_items.items():
+            moved = item.moved(self._new_keys)
+            attached[name] = Written(moved, stored[moved.key])
+        told = Attached(
+            self._checkpoint.facts,
+            self._checkpoint.user_metadata,
+            attached,
+            tuple(stored.values()) if attached else (),
+        )
+        self._writer.finish(replace(self._checkpoint.metadata), [[*results, told.as_result()]])
 
 
 def _size_of(source: Store, key: str, end: int) -> int:
@@ -591,15 +609,36 @@ class Mirrored:
     fetched_bytes: int
 
 
-def mirror(group: RankGroup, plan_and_seal: Mirror, transfer: Transfer) -> Mirrored:
+def mirror(
+    group: RankGroup,
+    plan_and_seal: Mirror,
+    transfer: Transfer,
+    *,
+    held: Callable[[Sequence[CopyTask]], Sequence[int]] | None = None,
+    before_seal: Callable[[], None] | None = None,
+) -> Mirrored:
     """Copy a checkpoint. All ranks of the group.
+
+    Args:
+        group: The ranks that copy.
+        plan_and_seal: What is copied, and what becomes of it.
+        transfer: From where to where.
+        held: Returns the numbers of those objects that this rank can read; None if each rank can
+            read all.
+        before_seal: Called on the coordinator; the copy fails if it raises.
 
     Raises:
         RankFailures: On every rank, if any failed. Nothing was sealed, unless the seal itself
             broke off.
     """
     tasks = steps.broadcast(group, "plan the copy", plan_and_seal.plan)
-    own = own_run(tasks, [task.size_bytes for task in tasks], group.rank, group.size)
+    if held is None:
+        own = own_run(tasks, [task.size_bytes for task in tasks], group.rank, group.size)
+    else:
+        share = steps.reduce_scatter(
+            group, "share out the objects", lambda: held(tasks), partial(_share_out, tasks)
+        )
+        own = [tasks[number] for number in share]
     fresh = plan_and_seal.has_fresh_names
     transfer = replace(transfer, overwrite=fresh or transfer.overwrite)
     mine = [task.key for task in own] if fresh else []
@@ -622,6 +661,8 @@ def mirror(group: RankGroup, plan_and_seal: Mirror, transfer: Transfer) -> Mirro
     try:
         written = steps.each(group, "copy", copy)
         copied = steps.gather(group, "verify", lambda: verify_copies(transfer, own, written))
+        if before_seal is not None:
+            steps.broadcast(group, "prepare to seal", before_seal)
         may_be_sealed = True
         return steps.broadcast(group, _STEP_SEAL, lambda: seal(copied or ()))
     except BaseException as error:
@@ -631,20 +672,35 @@ def mirror(group: RankGroup, plan_and_seal: Mirror, transfer: Transfer) -> Mirro
         raise
 
 
+def _share_out(tasks: Sequence[CopyTask], held: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Give each object to one of the ranks that can read it, balanced by bytes.
+
+    Raises:
+        NotFoundError: If none can.
+    """
+    able: list[list[int]] = [[] for _ in tasks]
+    for rank, numbers in enumerate(held):
+        for number in numbers:
+            able[number].append(rank)
+    shares: list[list[int]] = [[] for _ in held]
+    loads = [0] * len(held)
+    for number in sorted(range(len(tasks)), key=lambda one: -tasks[one].size_bytes):
+        if not able[number]:
+            raise NotFoundError(
+                f"no rank has the object {tasks[number].source_key} with all its"
+                f" {tasks[number].size_bytes} bytes. Nothing was copied"
+            )
+        rank = min(able[number], key=loads.__getitem__)
+        loads[rank] += tasks[number].size_bytes
+        shares[rank].append(number)
+    return shares
+
+
 def _sealed_by_another(error: BaseException, group: RankGroup) -> bool:
     """Tell whether a checkpoint appeared meanwhile, whose objects may have the names of ours."""
     if not isinstance(error, RankFailures) or error.step != _STEP_SEAL:
         return False
     return isinstance(error.exceptions.get(group.coordinator), AlreadyExistsError)
-
-
-def _by_object(items: Iterable[StoredItem]) -> dict[str, list[StoredItem]]:
-    """Return the items that have checksums, by their object."""
-    found: dict[str, list[StoredItem]] = {}
-    for item in chain.from_iterable(one.forms for one in items):
-        if item.checksums is not None:
-            found.setdefault(item.key, []).append(item)
-    return found
 
 
 def _fresh_names(names: Sequence[str], save_id: str) -> dict[str, str]:

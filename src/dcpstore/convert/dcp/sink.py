@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from typing_extensions import Buffer
 
 from dcpstore.convert.dcp.source import (
     Block,
@@ -55,6 +56,8 @@ from dcpstore.ranks import RankGroup, steps
 from dcpstore.read.checkpoint import Checkpoint
 from dcpstore.report import Meter, Progress
 from dcpstore.saving import save
+from dcpstore.write.attached import objects_of, take_out
+from dcpstore.write.source import ByteSource
 from dcpstore.write.writer import ObjectStoreWriter
 
 
@@ -125,6 +128,16 @@ def write_checkpoint(
         config=conversion.shares.write_config(object_bytes),
     )
     writer.entries, writer.check = entries, check
+    names = list(checkpoint.attached_items)
+    sizes = [item.payload.num_bytes for item in checkpoint.attached_items.values()]
+    own = own_run(names, sizes, group.rank, group.size)
+    writer.attach(
+        attachments={name: _InCheckpoint(checkpoint, name) for name in own},
+        metrics=checkpoint.metrics,
+        user_metadata=checkpoint.user_metadata,
+        step=checkpoint.step,
+        run=checkpoint.facts.run,
+    )
     planner = _BlockPlanner(checkpoint, entries, block_bytes, group, splits_tensors=splits_tensors)
     with planner, conversion.show_progress(group) as meter:
         saved = save(
@@ -187,6 +200,7 @@ class _Writer(ObjectStoreWriter):
     def write_data(self, plan: SavePlan, planner: DcpSavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, and say where the keys that share theirs lie."""
         results = super().write_data(plan, planner).wait()
+        written, _ = take_out(results)
         self.check()
         sharing: dict[str, list[str]] = defaultdict(list)
         for entry in self.entries:
@@ -194,7 +208,7 @@ class _Writer(ObjectStoreWriter):
                 sharing[entry.same_as].append(entry.name)
         shared = [
             WriteResult(replace(one.index, fqn=name), 0, one.storage_data)
-            for one in results
+            for one in written
             for name in sharing.get(one.index.fqn, ())
         ]
         future: Future[list[WriteResult]] = Future()
@@ -211,9 +225,27 @@ class _Writer(ObjectStoreWriter):
             if entry.name in paths
         }
         metadata.planner_data = paths
-        written = [one.storage_data.object for one in chain.from_iterable(results)]
         super().finish(metadata, results)
+        written = objects_of(chain.from_iterable(results))
         self.objects = {one.key: one.size_bytes for one in written}
+
+
+@dataclass(frozen=True, slots=True)
+class _InCheckpoint(ByteSource):
+    """An attachment of the source, which passes through this process in bounded memory."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    def __str__(self) -> str:
+        return f"the attachment {self.name!r} of {self.checkpoint.url}"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.checkpoint.attachments[self.name]
+
+    def pieces(self) -> Generator[Buffer, None, None]:
+        yield from self.checkpoint.attachment_pieces(self.name)
 
 
 class _BlockPlanner(SavePlanner):
