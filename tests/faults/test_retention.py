@@ -252,6 +252,41 @@ def test_pins_pin_as_in_torchtitan_4420(start: dict[str, bytes]) -> None:
     assert not in_folder(backend.content(), "step-20")
 
 
+def test_a_removal_that_broke_off_keeps_pins_away_for_an_hour(start: dict[str, bytes]) -> None:
+    backend = backend_of(start)
+    retire_on(FaultyStore(backend.shared, [StoreFault("crash", verb="list", key=PINS)]))
+    run = run_on(backend.shared)
+    with pytest.raises(ConflictError, match="an hour later"):
+        run.pin(20)
+    assert run.pins() == {"step-10"}
+    retire(run, [], clock=time.time)
+    with pytest.raises(ConflictError):
+        run.pin(20)
+    retire(run, [], clock=lambda: time.time() + HOUR_S + 60)
+    run.pin(20)
+    retire_on(backend.shared)
+    assert in_folder(backend.content(), "step-20") == in_folder(start, "step-20")
+
+
+def test_pins_that_cannot_be_listed_keep_all(start: dict[str, bytes]) -> None:
+    backend = backend_of(start)
+    denied = StoreFault("denied", verb="list", key=PINS, times=None)
+    results = retire_on(FaultyStore(backend.shared, [denied]))
+    assert all(one.why_not for one in results)
+    assert backend.content() == start
+
+
+def test_a_note_that_is_damaged_or_climbs_out_deletes_nothing(
+    start: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [b"", b"[]", b'{"keys": 3}', b'{"keys": ["../step-90/.metadata"]}', b'{"keys": [1]}']
+    for number, text in enumerate(names):
+        backend = backend_of({**start, f"{DELETING}step-{number}/x": text})
+        retire(run_on(backend.shared), [], clock=lambda: time.time() + 2 * HOUR_S)
+        assert in_folder(backend.content(), "step-90") == in_folder(start, "step-90")
+        assert f"what is left of step-{number} stays" in caplog.text
+
+
 def test_steps_of_others_stay_unless_told(start: dict[str, bytes]) -> None:
     backend = backend_of(start)
     gone = retire_on(backend.shared, others=True)
@@ -484,7 +519,7 @@ def test_two_pins_and_two_removals_at_once(start: dict[str, bytes]) -> None:
     rng = random.Random(11)
     for _ in range(150):
         backend = backend_of(content)
-        order = [0] * 6 + [1] * 6 + [2] * 9 + [3] * 9
+        order = [0] * 6 + [1] * 6 + [2] * 10 + [3] * 10
         rng.shuffle(order)
         removal = planned(run_on(backend.shared))
         (one, other, *removed), _ = race(backend.shared, order, [pin_20, pin_20, removal, removal])

@@ -275,6 +275,19 @@ def test_the_second_job_is_told_at_once_and_the_first_when_it_renews(
     assert not caplog.records
 
 
+def test_a_job_that_lost_the_run_removes_nothing_there(store: Store) -> None:
+    # Else it would remove what the other one is restored from.
+    first, second = run_on(store), run_on(store)
+    put_steps(store, 1, 2, run=first.claim())
+    assert [one.stays for one in plan(first, Latest(1))] == [True, False]
+    second.claim()
+    with pytest.raises(ConflictError, match="removes nothing"):
+        plan(first, Latest(1))
+    assert [one.stays for one in plan(run_on(store), Latest(1))] == [True, False]
+    second.renew(3, resumed=1)
+    assert all(one.stays for one in plan(second, Latest(1)))
+
+
 def test_a_job_that_lost_the_run_does_not_give_it_back(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -374,9 +387,10 @@ def test_a_refused_claim_is_not_a_run_without_one(store: Store) -> None:
             call()
 
 
-def test_a_run_without_a_store_that_refuses_to_release_ends_well(
-    store: Store, caplog: pytest.LogCaptureFixture
+def test_a_job_whose_store_refuses_the_release_ends_well(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("random.uniform", lambda _least, _most: 0.0)  # no waits
     faulty = FaultyStore(store)
     run = run_on(faulty)
     run.release()
@@ -406,3 +420,29 @@ def test_what_a_removal_costs(store: Store) -> None:
     recorded.clear()
     assert retire(run, plan(run, Latest(2))) == []
     assert recorded.counts == {"get": 1, "list": 2, "folders": 1}
+
+
+def test_what_the_other_calls_cost(store: Store) -> None:
+    put_steps(store, 1, 2)
+    run = run_on(RecordingStore(store))
+    recorded: Any = run.store
+    counted = {}
+    for name, call in {
+        "claim": run.claim,
+        "renew": lambda: run.renew(3),
+        "release": run.release,
+        "pin": lambda: run.pin(1),
+        "unpin": lambda: run.unpin(1),
+        "report": lambda: run.report(1, {"loss": 0.5}),
+    }.items():
+        recorded.clear()
+        call()
+        counted[name] = dict(recorded.counts)
+    assert counted == {
+        "claim": {"get": 1, "put": 1},
+        "renew": {"put": 1},
+        "release": {"put": 1},
+        "pin": {"folders": 1, "get_tail": 2, "put": 1, "list": 1},
+        "unpin": {"list": 1, "delete_many": 1},
+        "report": {"folders": 1, "get_tail": 1, "get": 1, "put": 1},
+    }

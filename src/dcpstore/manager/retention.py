@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dcpstore.errors import CheckpointError, CorruptError, NotFoundError
+from dcpstore.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
 from dcpstore.format.seal import METADATA_KEY, check_relative, read_seal, save_id_of
 from dcpstore.manager.policies import KeepPolicy, Verdict, decide
 from dcpstore.manager.run import DELETING, Run, SealedStep, metrics_key
@@ -86,8 +86,14 @@ def plan(
     Raises:
         StoreError: If the store refuses to list.
         CorruptError: If the run's claim is damaged.
+        ConflictError: If another job took over the run that this one had claimed.
     """
     claim = run.claimed()
+    if run.has_lost(claim):
+        raise ConflictError(
+            f"{run.url}: the run was taken over by {claim or 'somebody'}. This job removes nothing"
+            " there any more"
+        )
     records = run.records()
     facts, pins = run.facts(records), run.pins(records)
     stay = {one.step: "pinned" for one in facts if one.folder in pins}
@@ -239,7 +245,7 @@ def _remove(run: Run, pins: Collection[str], doomed: _Doomed) -> Retired:
     if place.scheme == "file":
         with suppress(OSError):  # it holds something else, too
             Path(place.prefix, doomed.folder).rmdir()
-    num_bytes = sum(doomed.sizes.values())
+    num_bytes = doomed.known.num_bytes + sum(doomed.sizes.values())
     return stays(num_objects=1 if left else len(keys) + 1, num_bytes=0 if left else num_bytes)
 
 
@@ -257,21 +263,26 @@ def _why_not(run: Run, pins: Collection[str], doomed: _Doomed) -> str:
 
 def _carry_on(run: Run, clock: Callable[[], float]) -> None:
     """Finish removals that broke off."""
-    for info in list(run.store.list(DELETING)):
-        folder = info.key.removeprefix(DELETING).rpartition("/")[0]
-        is_old = info.modified is None or info.modified.timestamp() < clock() - _ABANDONED_S
-        try:
-            # Twice, as a store may once answer that there is nothing.
-            is_there = _is_there(run, folder) or _is_there(run, folder)
-            if is_there and not is_old:
-                continue  # somebody may be about to delete it
-            if not is_there:
-                _finish(run, folder, info)
-            run.store.delete_many([info.key])
-        except NotFoundError:
-            continue  # somebody else has finished it
-        except CheckpointError as error:
-            logger.warning("%s: what is left of %s stays: %s", run.url, folder, error)
+    if notes := list(run.store.list(DELETING)):
+        with ThreadPoolExecutor(_MAX_REQUESTS, "dcpstore-retire") as executor:
+            list(executor.map(partial(_carry_on_with, run, clock() - _ABANDONED_S), notes))
+
+
+def _carry_on_with(run: Run, since: float, note: ObjectInfo) -> None:
+    folder = note.key.removeprefix(DELETING).rpartition("/")[0]
+    is_old = note.modified is None or note.modified.timestamp() < since
+    try:
+        # Twice, as a store may once answer that there is nothing.
+        is_there = _is_there(run, folder) or _is_there(run, folder)
+        if is_there and not is_old:
+            return  # somebody may be about to delete it
+        if not is_there:
+            _finish(run, folder, note)
+        run.store.delete_many([note.key])
+    except NotFoundError:
+        return  # somebody else has finished it
+    except CheckpointError as error:
+        logger.warning("%s: what is left of %s stays: %s", run.url, folder, error)
 
 
 def _is_there(run: Run, folder: str) -> bool:

@@ -134,6 +134,8 @@ class Claim:
         for name in ("step", "resumed"):
             if type(getattr(self, name)) not in (int, type(None)):
                 raise ValueError(f"{name} is no number")
+        if type(self.pid) is not int or type(self.released) is not bool:
+            raise ValueError("pid or released is of another type")
 
     @property
     def is_held(self) -> bool:
@@ -420,6 +422,14 @@ class Run:
         """
         found = self._find_claim()
         return None if found is None else found[0]
+
+    def has_lost(self, there: Claim | None) -> bool:
+        """Tell whether this job claimed the run, and another holds it now.
+
+        Args:
+            there: What `claimed` returned.
+        """
+        return self._claim is not None and (there is None or there.owner != self.token)
 
     def run_id(self) -> str | None:
         """Return the run's id; None if no job ever claimed it."""
