@@ -38,7 +38,7 @@ import obstore.exceptions
 from typing_extensions import Buffer
 
 from campaign.schedule import Fault, Schedule, Script
-from dcpstore.errors import CheckpointError, NotFoundError, StoreError
+from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreError
 from dcpstore.store.base import (
     NO_LIMITS,
     Capabilities,
@@ -51,6 +51,7 @@ from dcpstore.store.base import (
     Tail,
     as_bytes_view,
     check_key,
+    check_prefix,
     checked_pieces,
     joined,
 )
@@ -376,11 +377,11 @@ class ModelStore:
         )
 
     def get_tail(self, key: str, num_bytes: int) -> Tail:
-        """Look at an object's length, and fetch its end."""
-        found = self.head(key)
-        start = max(0, found.size_bytes - num_bytes)
-        data = self.get_range(key, start, found.size_bytes)
-        return Tail(data, found.size_bytes, found.etag, found.modified)
+        """Fetch the last bytes of an object."""
+        if num_bytes <= 0:
+            raise ConfigError(f"num_bytes={num_bytes}")
+        whole = self.get(key)
+        return Tail(whole.data[-num_bytes:], len(whole.data), whole.etag)
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
@@ -418,9 +419,9 @@ class ModelStore:
         yield from self._send("list", asked, act)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        """Return the names right below the folder ``prefix``."""
-        below = (info.key[len(prefix) :] for info in self.list(prefix))
-        return sorted({key.partition("/")[0] for key in below if "/" in key})
+        """Return the names of the folders right below a folder."""
+        rest = (one.key[len(prefix) :] for one in self.list(check_prefix(prefix)))
+        return sorted({name.partition("/")[0] for name in rest if "/" in name})
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Delete objects; a missing one is no error."""
@@ -529,7 +530,7 @@ class FileModel(ModelStore):
     one that a schedule's ``put`` counts. Compare-and-swap is a comparison before them.
 
     Args:
-        is_fsspec: The errors, and the order of a compare-and-swap, are those of the fsspec
+        is_fsspec: The errors of reads, and the order of a compare-and-swap, are those of the fsspec
             engine; else of obstore.
     """
 
@@ -561,7 +562,7 @@ class FileModel(ModelStore):
     def answer(self, asked: Asked, word: str) -> CheckpointError:
         """Return what an engine makes of an error of the operating system."""
         number = _ERRNO[word]
-        if self._is_fsspec:
+        if self._is_fsspec or asked.verb == "put":  # both engines write by Python's means
             return from_fsspec(asked, OSError(number, os.strerror(number)))
         what = f"{os.strerror(number)} (os error {number})"
         if number == errno.ENOENT:
@@ -745,6 +746,16 @@ class ModelFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
         found = self._send("list", path, act)
         return found if detail else list(found)
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        """List what lies right below a folder, folders among it."""
+        below = path.rstrip("/") + "/"
+        found: dict[tuple[str, bool], dict[str, Any]] = {}
+        for one, info in self.find(path, detail=True).items():
+            name, slash, _ = one.removeprefix(below).partition("/")
+            folder = {"name": below + name, "size": 0, "type": "directory"}
+            found[name, bool(slash)] = folder if slash else info
+        return list(found.values()) if detail else [info["name"] for info in found.values()]
 
     def rm_file(self, path: str) -> None:
         """Delete an object."""

@@ -163,6 +163,10 @@ class Rooted:
                 info.key.removeprefix(self._root), info.size_bytes, info.etag, info.modified
             )
 
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        found: Sequence[str] = self._inner.folders(self._root + prefix)
+        return found
+
     def delete_many(self, keys: Sequence[str]) -> None:
         self._inner.delete_many([self._root + key for key in keys])
 

@@ -122,6 +122,11 @@ def test_a_checkpoint_is_saved_loaded_and_replaced(by, endpoint, authority, monk
     assert store.capabilities.fills_memory
     assert len(store.get_range(data.key, 100, 5000)) == 4900
     assert store.inner._clients.ranges._num_detours == 0  # it came over a connection of ours
+    tail = store.get_tail(data.key, 100)  # Azure knows no ranges from the end
+    assert bytes(tail.data) == store.get_range(data.key, data.size_bytes - 100, data.size_bytes)
+    assert (tail.size_bytes, tail.etag) == (data.size_bytes, data.etag)
+    folder = url.rpartition("/")[2]
+    assert folder in open_store("az://ckpt", storage_options=options).folders()
 
 
 def test_the_example_of_the_page_runs(endpoint, authority, monkeypatch) -> None:

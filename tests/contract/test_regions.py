@@ -124,3 +124,15 @@ def test_a_server_that_names_no_region_is_an_error_that_says_what_to_set(
     store = open_store("s3://elsewhere/unknown", storage_options=options(elsewhere))
     with pytest.raises(ConfigError, match=r"another region.*region_name"):
         store.put("a", b"abc")
+
+
+def test_folders_and_tails_follow_the_region_too(elsewhere: _Server) -> None:
+    where = {"storage_options": options(elsewhere)}
+    open_store("s3://elsewhere/run", **where).put("step-1/a", b"abcdef")
+    for ask in (
+        lambda store: store.folders() == ["step-1"],
+        lambda store: bytes(store.get_tail("step-1/a", 2).data) == b"ef",
+    ):
+        elsewhere.seen.clear()
+        assert ask(open_store("s3://elsewhere/run", **where))
+        assert elsewhere.seen == ["us-east-1", None, REGION]

@@ -8,7 +8,7 @@ import pytest
 
 from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.store import open_store
-from dcpstore.testing import Crashed, FaultyStore, LatencyStore, StoreFault
+from dcpstore.testing import Crashed, FaultyStore, LatencyStore, RecordingStore, StoreFault
 
 
 @pytest.fixture
@@ -224,3 +224,23 @@ def test_a_server_lives_with_its_context():
     server.close()
     with pytest.raises(OSError, match="refused"):
         client.get("a b/ü")
+
+
+def test_folders_and_tails_pass_through_every_fake(plain):
+    plain.put("run/a", b"0123456789")
+    recorder = RecordingStore(FaultyStore(LatencyStore(plain)))
+    assert recorder.folders() == ["run"]
+    assert bytes(recorder.get_tail("run/a", 3).data) == b"789"
+    assert recorder.counts == {"folders": 1, "get_tail": 1}
+    assert recorder.num_bytes_fetched == 3
+
+
+def test_a_tail_may_be_spoilt(plain):
+    plain.put("a", b"0123456789")
+    store = FaultyStore(plain, [StoreFault("flip", "get_tail"), StoreFault("short", "get_tail")])
+    flipped = store.get_tail("a", 3)
+    assert (bytes(flipped.data), flipped.size_bytes) == (b"689", 10)
+    with pytest.raises(StoreError) as caught:
+        store.get_tail("a", 3)
+    assert caught.value.retryable
+    assert bytes(store.get_tail("a", 3).data) == b"789"

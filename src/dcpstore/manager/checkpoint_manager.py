@@ -442,6 +442,10 @@ class CheckpointManager:
         self._last_step = self._resumed = found.step
         self._last_began_s = self._clock()
         self.restored = found
+        if self._run_id is not None:  # so that nobody else removes it either
+            steps.broadcast(
+                self._group, "renew the claim", lambda: self._run.renew(found.step, found.step)
+            )
         seconds, num_bytes = self._clock() - began_s, result.job.needed_bytes
         self._events.send(Event("restored", found.step, found.url, seconds, num_bytes))
         return found.step
@@ -593,7 +597,11 @@ class CheckpointManager:
             return result
 
         joining = join_ranks(
-            self._process_group, self._coordinator, self._deadline_s, action="save", url=url
+            self._process_group,
+            self._coordinator,
+            self._deadline_s,
+            action="save",
+            url=self._run.url_of(step),  # disks may have other names on other ranks
         )
         try:
             try:

@@ -2,15 +2,15 @@
 
 ::
 
-    {run}/step-{n}/.metadata                   step n is sealed
-    {run}/.dcpstore-run/claim.json             which run it is, and which job may save to it now
-    {run}/.dcpstore-run/pins/{folder}          a step that stays whatever the policies say
-    {run}/.dcpstore-run/metrics/{folder}.json  metrics that were reported after the seal
-    {run}/.dcpstore-run/deleting/{folder}.json a step that is being removed
+    {run}/step-{n}/.metadata                       step n is sealed
+    {run}/.dcpstore-run/claim.json                 which run it is, and which job saves to it now
+    {run}/.dcpstore-run/pins/{folder}/{token}      a step that stays whatever the policies say
+    {run}/.dcpstore-run/metrics/{folder}.json      metrics that were reported after the seal
+    {run}/.dcpstore-run/deleting/{folder}/{token}  a step that is being removed
 
 Each is an object of its own that one writer puts in one request, so that no two writers lose what
-the other wrote. Folders that other tools name after a step are steps too. See
-``docs/design/014-runs.md``.
+the other wrote; tokens tell writers apart, so that nobody takes back what another put. Folders
+that other tools name after a step are steps too. See ``docs/design/014-runs.md``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from typing_extensions import Self
 
@@ -37,6 +36,7 @@ from dcpstore.errors import (
     ConflictError,
     CorruptError,
     NotFoundError,
+    StoreError,
 )
 from dcpstore.format.seal import METADATA_KEY, Facts, read_tail
 from dcpstore.manager.policies import Layout, StepFacts, step_of_folder
@@ -64,6 +64,16 @@ _SILENT = timedelta(days=1)  # no job that is alive is not heard of for as long
 _INNER_FOLDERS = ("", "pytorch_model_fsdp_0/")
 _WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
 _T = TypeVar("_T")
+_Reported: TypeAlias = "tuple[str | None, Mapping[str, float]]"  # of which save, and its metrics
+
+
+def metrics_key(folder: str) -> str:
+    """Name the metrics that were reported for a step after its seal."""
+    return f"{METRICS}{folder}.json"
+
+
+def _folder_in(key: str, below: str) -> str:
+    return key.removeprefix(below).partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,8 @@ class Claim:
         for name in ("step", "resumed"):
             if type(getattr(self, name)) not in (int, type(None)):
                 raise ValueError(f"{name} is no number")
+        if type(self.pid) is not int or type(self.released) is not bool:
+            raise ValueError("pid or released is of another type")
 
     @property
     def is_held(self) -> bool:
@@ -160,6 +172,8 @@ class Run:
     ) -> None:
         self._folder = Folder(url, storage_options, config or ReadConfig(), store_opener)
         self.url = self._folder.url.rstrip("/")
+        self.token = secrets.token_hex(8)
+        """Tells this one's claim and notes of removal from those of others."""
         self._seen: dict[str, SealedStep] = {}
         self._claim: Claim | None = None
         self._claim_there: Found | None = None  # as this job put it
@@ -258,6 +272,10 @@ class Run:
 
         What cannot be read is left out with a warning: it is no step to resume from, and
         nothing removes it.
+
+        Raises:
+            StoreError: If the store fails, rather than refuses: who decides what stays must not
+                miss a step because of an outage.
         """
         names = [folder for _, folder in self.candidates()]
         unknown = [name for name in names if name not in self._seen]
@@ -271,8 +289,9 @@ class Run:
         return self._seen.get(folder)
 
     def forget(self, step: int) -> None:
-        """Look at a step again that was saved once more."""
-        self._seen.pop(f"step-{step}", None)
+        """Look at a step again that was saved once more, or may be gone."""
+        for folder in [name for name, one in self._seen.items() if one.step == step]:
+            self._seen.pop(folder, None)
 
     def facts(self, records: Iterable[str] | None = None) -> list[StepFacts]:
         """Return what policies are asked about, the newest step first.
@@ -281,22 +300,26 @@ class Run:
             records: What `records` returned; None to ask for it.
         """
         reported = self._reported(self.records() if records is None else records)
+        nothing: _Reported = None, {}
         return [
             StepFacts(
                 one.step,
                 one.folder,
                 one.saved_at,
-                {**one.facts.metrics, **reported.get(one.folder, {})},
+                {**one.facts.metrics, **(metrics if save_id == one.save_id else {})},
                 one.facts.run,
                 one.layout,
             )
             for one in self.all()
+            for save_id, metrics in [reported.get(one.folder, nothing)]
         ]
 
     def _look_or_warn(self, folder: str) -> SealedStep | None:
         try:
             return self.look(folder)
         except CheckpointError as error:
+            if isinstance(error, StoreError) and error.retryable:
+                raise
             logger.warning("%s/%s cannot be read: %s", self.url, folder, error)
             return None
 
@@ -317,7 +340,7 @@ class Run:
             records: What `records` returned; None to ask for it.
         """
         keys = (info.key for info in self.store.list(PINS)) if records is None else records
-        return {key.removeprefix(PINS) for key in keys if key.startswith(PINS)}
+        return {_folder_in(key, PINS) for key in keys if key.startswith(PINS)}
 
     def pin(self, step: int) -> None:
         """Keep a step whatever the policies say.
@@ -326,26 +349,28 @@ class Run:
             NotFoundError: If there is no sealed step of that number.
             ConflictError: If it is being removed at this moment.
         """
-        for folder in self._folders_of(step):
-            with suppress(AlreadyExistsError):
-                self.store.put(PINS + folder, b"", mode="create")
-            # Who removes a step puts this first, and looks for pins then: one of both sees the
+        for folder in [one.folder for one in self._sealed(step)]:
+            # Of this call alone: what is taken back may not be the pin of another.
+            pin = f"{PINS}{folder}/{secrets.token_hex(8)}"
+            self.store.put(pin, b"")
+            # Who removes a step puts a note first, and looks for pins then: one of both sees the
             # other.
-            try:
-                self.store.head(f"{DELETING}{folder}.json")
-            except NotFoundError:
-                if self.look(folder) is not None:
-                    continue
-            self.store.delete_many([PINS + folder])
+            is_doomed = any(True for _ in self.store.list(f"{DELETING}{folder}/"))
+            if not is_doomed and self.look(folder) is not None:
+                continue
+            self.store.delete_many([pin])
             raise ConflictError(
                 f"{self.url}/{folder} is being removed at this moment. If it is still there in a"
-                " minute, pin it again"
+                " minute, pin it again; where a removal broke off, `dcpstore retain --yes` an hour"
+                " later clears it away"
             )
 
     def unpin(self, step: int) -> None:
         """Leave a step to the policies again; one that is not pinned is no error."""
-        folders = {name for name in self.pins() if step_of_folder(name) == step}
-        self.store.delete_many([PINS + name for name in sorted(folders)])
+        keys = [info.key for info in self.store.list(PINS)]
+        doomed = [key for key in keys if step_of_folder(_folder_in(key, PINS)) == step]
+        if doomed:
+            self.store.delete_many(doomed)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to a sealed step, or change some. One job at a time.
@@ -353,31 +378,34 @@ class Run:
         Raises:
             NotFoundError: If there is no sealed step of that number.
         """
-        for folder in self._folders_of(step):
-            known = self._reported_of(folder)
+        for one in self._sealed(step):
+            save_id, before = self._reported_of(one.folder)
+            known = before if save_id == one.save_id else {}
             numbers = {name: float(value) for name, value in metrics.items()}
-            text = json.dumps(Facts(step, None, {**known, **numbers}).as_json())
-            self.store.put(f"{METRICS}{folder}.json", text.encode())
+            facts = Facts(step, None, {**known, **numbers}).as_json()
+            text = json.dumps({"save_id": one.save_id, **facts})
+            self.store.put(metrics_key(one.folder), text.encode())
 
-    def _reported(self, records: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
+    def _reported(self, records: Iterable[str]) -> Mapping[str, _Reported]:
         """Return the metrics that were reported after the seal, by folder."""
         keys = (key.removeprefix(METRICS) for key in records if key.startswith(METRICS))
         folders = [key.removesuffix(".json") for key in keys]
         return dict(zip(folders, self._side_by_side(self._reported_of, folders), strict=True))
 
-    def _reported_of(self, folder: str) -> Mapping[str, float]:
-        key = f"{METRICS}{folder}.json"
+    def _reported_of(self, folder: str) -> _Reported:
+        key = metrics_key(folder)
         try:
-            return Facts.of_json(parse_json(self.store.get(key).data)).metrics
+            told = parse_json(self.store.get(key).data)
+            return told.get("save_id"), Facts.of_json(told).metrics
         except NotFoundError:
-            return {}
+            return None, {}
         except (ValueError, TypeError, AttributeError) as error:
             logger.warning("%s/%s is damaged and counts for nothing: %r", self.url, key, error)
-            return {}
+            return None, {}
 
-    def _folders_of(self, step: int) -> list[str]:
+    def _sealed(self, step: int) -> list[SealedStep]:
         named = [folder for number, folder in self.candidates() if number == step]
-        found = [folder for folder in named if self.look(folder) is not None]
+        found = [one for folder in named if (one := self.look(folder)) is not None]
         if not found:
             raise NotFoundError(
                 f"{self.url} has no sealed step {step}: `dcpstore ls {self.url}` lists its steps"
@@ -394,6 +422,14 @@ class Run:
         """
         found = self._find_claim()
         return None if found is None else found[0]
+
+    def has_lost(self, there: Claim | None) -> bool:
+        """Tell whether this job claimed the run, and another holds it now.
+
+        Args:
+            there: What `claimed` returned.
+        """
+        return self._claim is not None and (there is None or there.owner != self.token)
 
     def run_id(self) -> str | None:
         """Return the run's id; None if no job ever claimed it."""
@@ -414,7 +450,7 @@ class Run:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         mine = Claim(
             run=secrets.token_hex(8),
-            owner=secrets.token_hex(8),
+            owner=self.token,
             host=socket.gethostname(),
             pid=os.getpid(),
             since=now,
@@ -423,7 +459,7 @@ class Run:
         if found is not None:
             other = found[0]
             mine = replace(mine, run=other.run, resumed=other.resumed)
-            if other.is_held:
+            if other.is_held and other.owner != self.token:
                 what = f"{self.url} is claimed by {other}"
                 if not takeover:
                     raise ConflictError(
@@ -461,7 +497,8 @@ class Run:
         self._claim = None
 
     def _find_claim(self) -> tuple[Claim, Found] | None:
-        found = probe(self.store, CLAIM_KEY)
+        # A refusal is not absence: who mistook it would lose the run's id and what is protected.
+        found = probe(self.store, CLAIM_KEY, denied_is_absent=False)
         if found is None:
             return None
         try:
@@ -481,7 +518,12 @@ class Run:
         try:
             etag = ConditionalPut(self.store, CLAIM_KEY, before).put(data)
         except (AlreadyExistsError, ConflictError) as error:
-            other = self.claimed()
+            found = self._find_claim()
+            other = None if found is None else found[0]
+            if found is not None and found[0].owner == self.token:
+                # A put of this job that was not answered took effect after all.
+                self._put_claim(replace(claim, run=found[0].run), found[1])
+                return
             raise ConflictError(
                 f"{self.url}: the run was taken over by {other or 'somebody'}. This job seals"
                 " nothing there any more: end it, or let it save to another URL"

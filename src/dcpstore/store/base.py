@@ -24,12 +24,11 @@ scheme  parts       a part      a put      an object   a key
 ======  ==========  ==========  =========  ==========  ===================================
 s3, gs  10,000      5 GiB       5 GiB      5 TiB       1,024 bytes of UTF-8
 az      50,000      4,000 MiB   5,000 MiB  4.75 TiB    1,024 characters
-file                                                   4,095 bytes, 252 between slashes
+file                                                   4,095 bytes, 255 between slashes
 ======  ==========  ==========  =========  ==========  ===================================
 
 From "Amazon S3 multipart upload limits", "Cloud Storage quotas and limits", and "Scalability and
 performance targets for Blob storage", whose 4.75 TiB hold for every version of Azure's service.
-Linux takes names of 255 bytes; obstore uses three for the file that it writes before the rename.
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ _KNOWN = {
         max_object_bytes=19 * _TIB // 4,
         max_key_chars=1024,
     ),
-    "file": StoreLimits(max_key_bytes=4095, max_name_bytes=252),
+    "file": StoreLimits(max_key_bytes=4095, max_name_bytes=255),
 }
 
 
@@ -219,6 +218,19 @@ def check_key(key: str) -> str:
             "joined by single slashes"
         )
     return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return the prefix of a folder if it is one: empty, or a key and a ``/``.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    if prefix and not prefix.endswith("/"):
+        raise ConfigError(f"{prefix!r} is not the prefix of a folder: it needs a '/' at its end")
+    if prefix:
+        check_key(prefix[:-1])
+    return prefix
 
 
 def pieces_of(part: Part) -> tuple[memoryview, ...]:
@@ -328,10 +340,10 @@ class Tail:
     """The end of an object.
 
     Attributes:
-        data: Its last bytes, read-only to the caller; all of them where it is short.
+        data: Its last bytes (read-only to the caller).
         size_bytes: Length of the whole object.
-        etag: The store's version mark.
-        modified: Time of the last put, timezone-aware; None where unknown.
+        etag: As of `ObjectInfo`.
+        modified: As of `ObjectInfo`.
     """
 
     data: memoryview
@@ -406,14 +418,15 @@ class Store(Protocol):
         """
 
     def get_tail(self, key: str, num_bytes: int) -> Tail:
-        """Fetch the last ``num_bytes`` of an object, or all of a shorter one.
+        """Fetch the last bytes of an object, all if it is shorter, and learn how long it is.
 
-        One request where the store takes such ranges (S3, Google, local folders), else a look at
-        its length and a range.
+        One request where the store has ranges from the end, else a ``head`` and a ``get_range``.
 
         Raises:
+            ConfigError: If ``num_bytes`` is not positive.
             NotFoundError: If there is no such object or bucket.
-            StoreError: (retryable) if the answer is shorter or longer than asked for.
+            StoreError: (retryable) if the answer is shorter or longer than asked for, or the
+                object was replaced between two requests.
         """
 
     def head(self, key: str) -> ObjectInfo:
@@ -453,13 +466,14 @@ class Store(Protocol):
         """
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        """Return the names right below the folder ``prefix`` below which objects lie.
+        """Return the names of the folders right below the folder ``prefix``, without slashes.
 
-        One request per 1,000 names, however many objects there are. Without slashes, in the
-        store's order; none where there is no such folder.
+        A folder is what objects lie below, at any depth. ``prefix`` is empty or ends with ``/``.
+        Follows pages; an absent folder has none. The order is the store's.
 
-        Args:
-            prefix: Empty, or with ``/`` at its end.
+        Raises:
+            ConfigError: If ``prefix`` is not that of a folder.
+            NotFoundError: If there is no such bucket.
         """
 
     def delete_many(self, keys: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from typing_extensions import Buffer, Self
@@ -44,6 +45,7 @@ from dcpstore.store.base import (
     as_bytes_view,
     chained,
     check_key,
+    check_prefix,
     checked_pieces,
     joined,
     limits_of,
@@ -372,6 +374,7 @@ class Engine(ABC):
         part_policy: How long a request may take, and how long the engine keeps trying to send a
             part of `put_parts`, and to copy.
         limits: The most that the store takes; None for what is known of the scheme.
+        sync_local: Flush what is put into a local folder to the medium.
     """
 
     _foreign_errors: tuple[type[Exception], ...] = (Exception,)
@@ -384,8 +387,10 @@ class Engine(ABC):
         *,
         part_policy: RetryPolicy | None = None,
         limits: StoreLimits | None = None,
+        sync_local: bool = True,
     ) -> None:
         self._location = location
+        self._flushed: set[Path] | None = set() if sync_local else None
         self._options = dict(storage_options or {})
         self._part_policy = part_policy or RetryPolicy()
         self._time = TimeLimit(self._part_policy)
@@ -441,16 +446,52 @@ class Engine(ABC):
             lambda: self.head(key),
         )
 
-    def get_tail(self, key: str, num_bytes: int) -> Tail:
-        """Look at an object's length, and fetch its end."""
-        found = self.head(key)
-        start = max(0, found.size_bytes - num_bytes)
-        data = self.get_range(key, start, found.size_bytes)
-        return Tail(data, found.size_bytes, found.etag, found.modified)
-
     @abstractmethod
     def _fetch_range(self, asked: Asked, path: str, start: int, end: int) -> memoryview:
         """Fetch a range that is not empty; its length is checked afterwards."""
+
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Fetch the last bytes of an object, all if it is shorter, and learn how long it is.
+
+        Servers refuse such a range of an empty object, and some any: those are asked twice.
+        """
+        if num_bytes <= 0:
+            raise ConfigError(f"num_bytes={num_bytes} is not positive")
+        path, asked = self._path(key), Asked(f"get the last {num_bytes} bytes of", key, self.url)
+        try:
+            tail = self._fetch_tail(asked, path, num_bytes)
+        except StoreError as error:
+            if error.retryable or error.denied:
+                raise
+            tail = None
+        return tail or self._tail_of_range(asked, num_bytes)
+
+    def _fetch_tail(self, asked: Asked, path: str, num_bytes: int) -> Tail | None:
+        """Fetch the tail in one request; None where that cannot be."""
+        del asked, path, num_bytes
+        return None
+
+    def _tail_of_range(self, asked: Asked, num_bytes: int) -> Tail:
+        """Look how long the object is, and fetch its end. The mark is never too new."""
+        found = self.head(asked.key)
+        size_bytes = found.size_bytes
+        try:
+            data = self.get_range(asked.key, max(0, size_bytes - num_bytes), size_bytes)
+        except CorruptError as error:
+            raise StoreError(
+                f"{asked} failed: the object was replaced meanwhile", key=asked.key, retryable=True
+            ) from error
+        return Tail(data, size_bytes, found.etag, found.modified)
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names of the folders right below the folder ``prefix``."""
+        check_prefix(prefix)
+        self._limits.check_key(prefix)
+        return self._folders(Asked("list the folders of", prefix, self.url), self._root + prefix)
+
+    @abstractmethod
+    def _folders(self, asked: Asked, below: str) -> Sequence[str]:
+        """List the folders below a path, which is empty or ends with a slash."""
 
     def put(self, key: str, data: Buffer, *, mode: PutMode = "overwrite") -> str | None:
         """Store one object in one atomic request and return its ETag."""
@@ -523,8 +564,50 @@ class Engine(ABC):
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = partial(type(self), part_policy=self._part_policy, limits=self._given_limits)
+        made = partial(
+            type(self),
+            part_policy=self._part_policy,
+            limits=self._given_limits,
+            sync_local=self._flushed is not None,
+        )
         return made, (self._location, self._options)
+
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
+
+
+def tail_in(asked: Asked, num_bytes: int, content_range: str, came: Tail) -> Tail | None:
+    """Read the answer to a range from the end, perhaps the whole object; None if it is unclear.
+
+    Args:
+        asked: For messages.
+        num_bytes: How many were asked for.
+        content_range: The answer's header of that name; empty if it has none.
+        came: What came, as if it were all of the object.
+    """
+    if not content_range:
+        return replace(came, data=came.data[-num_bytes:])
+    span = _CONTENT_RANGE.fullmatch(content_range)
+    if span is None:
+        return None
+    return checked_tail(asked, num_bytes, int(span[1]), replace(came, size_bytes=int(span[2])))
+
+
+def checked_tail(asked: Asked, num_bytes: int, start: int, tail: Tail) -> Tail:
+    """Return what came from ``start`` on, if it is the end that was asked for.
+
+    Raises:
+        StoreError: (retryable) If it is not.
+    """
+    due_bytes = min(num_bytes, tail.size_bytes)
+    if (start, len(tail.data)) != (tail.size_bytes - due_bytes, due_bytes):
+        raise StoreError(
+            f"{asked} failed: {len(tail.data)} bytes from {start} on came instead of the last"
+            f" {due_bytes} of {tail.size_bytes}",
+            key=asked.key,
+            retryable=True,
+        )
+    return tail
 
 
 def check_length(
@@ -556,22 +639,6 @@ def check_length(
         _reject_truncated(asked, start, end, head, None)
     raise StoreError(
         f"{asked} failed: {len(data)} bytes came instead of {end - start}",
-        key=asked.key,
-        retryable=True,
-    )
-
-
-def checked_tail(asked: Asked, num_bytes: int, tail: Tail) -> Tail:
-    """Accept the end of an object only at its exact length.
-
-    Raises:
-        StoreError: (retryable) If the answer has another length.
-    """
-    expected = min(num_bytes, tail.size_bytes)
-    if len(tail.data) == expected:
-        return tail
-    raise StoreError(
-        f"{asked} failed: {len(tail.data)} bytes came instead of {expected}",
         key=asked.key,
         retryable=True,
     )

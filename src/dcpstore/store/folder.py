@@ -154,6 +154,7 @@ def open_store(
     engine: Engine = "auto",
     retry: RetryPolicy | None = None,
     limiter: AdaptiveLimiter | None = None,
+    sync_local: bool = True,
 ) -> Store:
     """Open a store rooted at a URL or a local folder. Makes no request.
 
@@ -167,6 +168,8 @@ def open_store(
             fsspec (the choice of ``"auto"``) and private to the store under obstore.
         retry: How long to keep trying; ``RetryPolicy(max_attempts=1)`` for once.
         limiter: Shared among stores that the same server throttles.
+        sync_local: Flush what is put into a local folder to the medium, so that a power cut
+            loses nothing once a put has returned.
 
     Raises:
         ConfigError: If the URL, the engine or an option is wrong.
@@ -176,27 +179,29 @@ def open_store(
     check_connection(location, options)
     policy = retry or RetryPolicy()
     if engine == "auto":
-        inner = _open_either(location, options, policy)
+        inner = _open_either(location, options, policy, sync_local)
     elif engine == "obstore":
         try:
-            inner = _open_obstore(location, options, policy)
+            inner = _open_obstore(location, options, policy, sync_local)
         except NotHonoured as error:
             raise ConfigError(f"{error}, so engine='obstore' cannot honour it") from None
     elif engine == "fsspec":
-        inner = _open_fsspec(location, options, policy)
+        inner = _open_fsspec(location, options, policy, sync_local)
     else:
         raise ConfigError(f"engine={engine!r}: write 'auto', 'obstore' or 'fsspec'")
     return RetryingStore(inner, policy, limiter)
 
 
-def _open_either(location: Location, options: dict[str, Any], policy: RetryPolicy) -> Store:
+def _open_either(
+    location: Location, options: dict[str, Any], policy: RetryPolicy, sync_local: bool
+) -> Store:
     if location.scheme not in _AUTO_OBSTORE or _is_json_emulator(location, options):
-        return _open_fsspec(location, options, policy)
+        return _open_fsspec(location, options, policy, sync_local)
     try:
-        return _open_obstore(location, options, policy)
+        return _open_obstore(location, options, policy, sync_local)
     except NotHonoured as refusal:
         try:
-            store = _open_fsspec(location, options, policy)
+            store = _open_fsspec(location, options, policy, sync_local)
         except ConfigError as error:
             raise ConfigError(f"{error.message} (obstore: {refusal})") from error
         _say_that_it_is_slower(location.scheme, str(refusal))
@@ -216,18 +221,22 @@ def _is_json_emulator(location: Location, options: dict[str, Any]) -> bool:
     return bool(options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST"))
 
 
-def _open_obstore(location: Location, options: dict[str, Any], policy: RetryPolicy) -> Store:
+def _open_obstore(
+    location: Location, options: dict[str, Any], policy: RetryPolicy, sync_local: bool
+) -> Store:
     from dcpstore.store.obstore_engine import ObstoreStore
 
     if location.scheme not in _ALL_OBSTORE:
         raise ConfigError(f"obstore does not serve {location.scheme}://: use engine='fsspec'")
-    return ObstoreStore(location, options, part_policy=policy)
+    return ObstoreStore(location, options, part_policy=policy, sync_local=sync_local)
 
 
-def _open_fsspec(location: Location, options: dict[str, Any], policy: RetryPolicy) -> Store:
+def _open_fsspec(
+    location: Location, options: dict[str, Any], policy: RetryPolicy, sync_local: bool
+) -> Store:
     from dcpstore.store.fsspec_engine import open_fsspec
 
-    return open_fsspec(location, options, policy)
+    return open_fsspec(location, options, policy, sync_local=sync_local)
 
 
 class Folder:
@@ -277,11 +286,13 @@ class Folder:
     def open(self) -> Store:
         """Return the open store."""
         if self._store is None:
+            is_synced = getattr(self._config, "sync_local", True)
             self._store = self._opener(
                 self.url,
                 storage_options=self._options,
                 engine=self._config.engine,
                 retry=self.policy,
+                **({} if is_synced else {"sync_local": False}),
             )
         return self._store
 

@@ -8,8 +8,8 @@ How each kind of filesystem publishes an object whole or not at all:
 =========  ================================  ===========================================
 kind       put                               put_parts
 =========  ================================  ===========================================
-local      temporary file, then rename, or   the same temporary file, part by part
-           link for create
+local      temporary file, flushed, then     the same temporary file, part by part
+           rename, or link for create
 memory     one assignment under a lock       collected, then one assignment
 Google     one request under a precondition  a resumable upload
 others     ``pipe_file``                     ``open(autocommit=False)``, then ``commit``
@@ -26,13 +26,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -48,11 +48,13 @@ from dcpstore.store.base import (
     ObjectInfo,
     PutMode,
     StoreLimits,
+    Tail,
     joined,
     limits_of,
 )
-from dcpstore.store.engine import Asked, Engine, PartStream, check_condition
+from dcpstore.store.engine import Asked, Engine, PartStream, check_condition, tail_in
 from dcpstore.store.fsspec_clients import FsspecClients, from_fsspec, run_within, sync_within
+from dcpstore.store.local import TEMPORARY, LocalFile, folders_in
 from dcpstore.store.retry import (
     RetryPolicy,
     TimeLimit,
@@ -62,7 +64,6 @@ from dcpstore.store.retry import (
 from dcpstore.store.s3fs_engine import S3fsStore
 
 _DELETE_THREADS = 8
-TEMPORARY = ".dcpstore-tmp-"
 _ETAG_NAMES = ("generation", "ETag", "etag", "e_tag", "version_id", "mtime", "modified", "created")
 _MODIFIED_NAMES = ("LastModified", "updated", "last_modified", "mtime", "modified", "created")
 # fsspec's memory filesystem is one per process, so its conditional puts need one lock
@@ -74,11 +75,11 @@ _LONG_BYTES = 1 << 40  # of a copy that Google makes: the longest time-out
 
 
 def open_fsspec(
-    location: Location, options: Mapping[str, Any], policy: RetryPolicy
+    location: Location, options: Mapping[str, Any], policy: RetryPolicy, *, sync_local: bool = True
 ) -> FsspecStore | S3fsStore:
     """Open the engine over fsspec for a location."""
     kind = S3fsStore if location.scheme == "s3" else FsspecStore
-    return kind(location, options, part_policy=policy)
+    return kind(location, options, part_policy=policy, sync_local=sync_local)
 
 
 class FsspecStore(Engine):
@@ -163,7 +164,7 @@ class FsspecStore(Engine):
             raise
 
     def _upload(self, path: str, part_bytes: int) -> _Upload:
-        return self._kind(self._clients.get(), path, part_bytes, self._part_policy)
+        return self._kind(self._clients.get(), path, part_bytes, self._part_policy, self._flushed)
 
     def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let Google copy an object, however large; nobody else is asked to."""
@@ -200,22 +201,47 @@ class FsspecStore(Engine):
             if info.get("type") != "directory" and key and TEMPORARY not in key:
                 yield info_of(key, info)
 
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        """Return the names right below the folder ``prefix``."""
-        below = (self._root + prefix).rstrip("/")
+    def _fetch_tail(self, asked: Asked, path: str, num_bytes: int) -> Tail | None:
+        if self._location.scheme != "gs":
+            return None
 
+        def call() -> Tail | None:
+            fs, most_s = self._clients.get(), self._time.reading_s()
+            headers, data = get_end(most_s, fs, path, num_bytes)
+            if "x-goog-generation" not in headers:
+                return None
+            told, mark = headers.get("Content-Range", ""), headers["x-goog-generation"]
+            when = headers.get("Last-Modified")
+            modified = None if when is None else parsedate_to_datetime(when)
+            return tail_in(asked, num_bytes, told, Tail(_view(data), len(data), mark, modified))
+
+        return self._ask(asked, call)
+
+    def _folders(self, asked: Asked, below: str) -> Sequence[str]:
         def call() -> Sequence[str]:
-            fs = self._clients.get()
-            try:
-                found = run_within(self._time.left_s(), fs, "ls", below, detail=True)
-            except FileNotFoundError:
-                if self._location.bucket and not below:
-                    raise
-                return ()
-            folders = (one["name"] for one in found if one.get("type") == "directory")
-            return [name.rstrip("/").rpartition("/")[2] for name in folders]
+            fs, scheme = self._clients.get(), self._location.scheme
+            if scheme == "file":
+                return folders_in(Path(below))
+            if scheme == "memory":  # its own listing stops at an object that is a folder, too
+                root = fs._strip_protocol(below).rstrip("/") + "/"  # noqa: SLF001 - as in `list`
+                rest = [path[len(root) :] for path in list(fs.store) if path.startswith(root)]
+                return sorted({name.partition("/")[0] for name in rest if "/" in name})
+            if scheme == "gs":
+                return prefixes_of(self._time.left_s(), fs, below)
+            return self._folders_by_fsspec(fs, below.rstrip("/"))
 
-        return self._ask(Asked("list the folders of", prefix, self.url), call)
+        return self._ask(asked, call)
+
+    def _folders_by_fsspec(self, fs: Any, below: str) -> Sequence[str]:
+        try:
+            found = run_within(self._time.left_s(), fs, "ls", below, detail=True)
+        except FileNotFoundError:
+            # An absent folder is empty, but an absent bucket is none.
+            if self._location.bucket:
+                run_within(self._time.left_s(), fs, "find", below, maxdepth=1)
+            return []
+        paths = (info["name"].rstrip("/") for info in found if info.get("type") == "directory")
+        return sorted({path.rpartition("/")[2] for path in paths if path != below.rstrip("/")})
 
     def _delete(self, paths: Sequence[str]) -> Sequence[CheckpointError]:
         with ThreadPoolExecutor(_DELETE_THREADS, "dcpstore-delete") as pool:
@@ -278,17 +304,21 @@ class _Upload:
         path: Of the object there.
         part_bytes: Size of every part but the last.
         policy: How long to keep trying to send a part.
+        flushed: As of `LocalFile`.
     """
 
     capabilities = Capabilities(
         atomic_create=False, compare_and_swap=False, acknowledges_puts=False
     )
 
-    def __init__(self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy) -> None:
+    def __init__(
+        self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy, flushed: set[Path] | None
+    ) -> None:
         self._fs = fs
         self._path = path
         self._part_bytes = part_bytes
         self._policy = policy
+        self._flushed = flushed
         self._file: Any = None
 
     def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
@@ -324,12 +354,12 @@ class _Upload:
         with contextlib.suppress(Exception):
             self._file.closed = True
 
-    def _mark(self) -> str | None:
-        return info_of(self._path, self._fs.info(self._path)).etag
+    def _mark(self, path: str) -> str | None:
+        return info_of(path, self._fs.info(path)).etag
 
 
 class _LocalUpload(_Upload):
-    """Temporary file beside the target, then one rename or link."""
+    """Temporary file beside the target, flushed, then one rename or link."""
 
     capabilities = Capabilities(atomic_create=True, compare_and_swap=False, acknowledges_puts=True)
 
@@ -343,26 +373,16 @@ class _LocalUpload(_Upload):
 
     def write(self, part: memoryview) -> None:
         if self._file is None:
-            target = Path(self._path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._temporary = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-            self._file = self._temporary.open("xb")
+            self._file = LocalFile(Path(self._path), self._flushed)
         self._file.write(part)
 
     def finish(self, *, is_new: bool = False) -> str | None:
-        self._file.close()
-        if is_new:
-            os.link(self._temporary, self._path)
-            self._temporary.unlink()
-        else:
-            self._temporary.replace(self._path)
-        return self._mark()
+        mark: str | None = self._file.publish(self._mark, is_new=is_new)
+        return mark
 
     def abort(self) -> None:
         if self._file is not None:
-            self._file.close()
-            with contextlib.suppress(OSError):
-                self._temporary.unlink(missing_ok=True)
+            self._file.drop()
 
 
 class _MemoryUpload(_Upload):
@@ -373,7 +393,7 @@ class _MemoryUpload(_Upload):
     def put(self, body: memoryview, mode: PutMode, time: TimeLimit) -> str | None:
         del mode, time
         self._fs.pipe_file(self._path, body)
-        return self._mark()
+        return self._mark(self._path)
 
     def write(self, part: memoryview) -> None:
         if self._file is None:
@@ -383,7 +403,7 @@ class _MemoryUpload(_Upload):
     def finish(self) -> str | None:
         with _MEMORY_LOCK:
             self._fs.pipe_file(self._path, self._file)
-            return self._mark()
+            return self._mark(self._path)
 
     def abort(self) -> None:
         self._file = None
@@ -402,8 +422,10 @@ class _GcsUpload(_Upload):
 
     capabilities = Capabilities(atomic_create=True, compare_and_swap=True, acknowledges_puts=True)
 
-    def __init__(self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy) -> None:
-        super().__init__(fs, path, part_bytes, policy)
+    def __init__(
+        self, fs: Any, path: str, part_bytes: int, policy: RetryPolicy, flushed: set[Path] | None
+    ) -> None:
+        super().__init__(fs, path, part_bytes, policy, flushed)
         self._bucket, _, self._key = path.partition("/")
         self._session: str | None = None
         self._stored_bytes = 0
@@ -557,6 +579,28 @@ def rewrite(fs: Any, source_path: str, path: str, mode: PutMode, policy: RetryPo
         )
         answer = json.loads(contents)
         more["rewriteToken"] = answer.get("rewriteToken", "")
+
+
+def get_end(most_s: float, fs: Any, path: str, num_bytes: int) -> tuple[Mapping[str, str], bytes]:
+    """Fetch the last bytes of an object of Google's; return headers and contents."""
+    _, headers, contents = _request_once(
+        most_s, fs, "GET", fs.url(path), headers={"Range": f"bytes=-{num_bytes}"}
+    )
+    return headers, contents
+
+
+def prefixes_of(most_s: float, fs: Any, below: str) -> list[str]:
+    """List the names that Google finds between a prefix and the next slash, page by page."""
+    bucket, _, prefix = below.partition("/")
+    more: dict[str, str] = {"prefix": prefix} if prefix else {}
+    found: list[str] = []
+    while True:
+        _, _, contents = _request_once(most_s, fs, "GET", "b/{}/o", bucket, delimiter="/", **more)
+        page = json.loads(contents)
+        found += [name[len(prefix) : -1] for name in page.get("prefixes", ())]
+        if not page.get("nextPageToken"):
+            return found
+        more["pageToken"] = page["nextPageToken"]
 
 
 def _request_once(

@@ -34,7 +34,7 @@ import obstore.exceptions
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
-from dcpstore.errors import CheckpointError, ConfigError, NotFoundError, StoreError
+from dcpstore.errors import CheckpointError, ConfigError, NotFoundError
 from dcpstore.store.base import (
     Capabilities,
     CopyMode,
@@ -65,6 +65,7 @@ from dcpstore.store.engine import (
     unresolved,
 )
 from dcpstore.store.http_ranges import HttpRanges, open_ranges, region_of
+from dcpstore.store.local import TEMPORARY, LocalFile, folders_in
 from dcpstore.store.options import ObstoreSettings, translate
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 from dcpstore.text import redact
@@ -269,6 +270,10 @@ class ObstoreStore(Engine):
     _foreign_errors = (BaseError, OSError, ValueError)
 
     def _map_error(self, asked: Asked, error: BaseException) -> CheckpointError:
+        if isinstance(error, OSError) and error.errno is not None:  # of Python, not of obstore
+            from dcpstore.store.fsspec_clients import from_fsspec
+
+            return from_fsspec(asked, error)
         return from_obstore(asked, error)
 
     def _connect(self) -> None:
@@ -324,25 +329,6 @@ class ObstoreStore(Engine):
         fetch = partial(ranges.fetch, self._client(), path, asked, start, destination)
         return self._ask(asked, lambda: fetch(self._time.reading_s()))
 
-    def get_tail(self, key: str, num_bytes: int) -> Tail:
-        """Fetch the end of an object, by one request where there is an end to fetch."""
-        if self._location.scheme == "az":  # which takes no such ranges
-            return super().get_tail(key, num_bytes)
-        path, asked = self._path(key), Asked(f"get the last {num_bytes} bytes of", key, self.url)
-
-        def call() -> Tail:
-            answer = obstore.get(self._client(), path, options={"range": {"suffix": num_bytes}})
-            data = memoryview(answer.bytes())
-            found = self._info(answer.meta)
-            return Tail(data, found.size_bytes, found.etag, found.modified)
-
-        try:
-            return checked_tail(asked, num_bytes, self._ask_again_elsewhere(asked, call))
-        except StoreError as error:
-            if error.retryable or error.denied:
-                raise
-            return super().get_tail(key, num_bytes)  # an empty object has no end: 416
-
     def fill(self, key: str, start: int, destination: Destination) -> None:
         """Fetch a range straight into memory of the caller's."""
         num_bytes, path = destination.num_bytes, self._path(key)
@@ -362,6 +348,19 @@ class ObstoreStore(Engine):
             with destination.writing(lambda: None):
                 destination.take(data, at)
 
+    def _fetch_tail(self, asked: Asked, path: str, num_bytes: int) -> Tail | None:
+        if self._location.scheme == "az":  # it knows no ranges from the end
+            return None
+
+        def call() -> Tail:
+            answer = obstore.get(self._client(), path, options={"range": {"suffix": num_bytes}})
+            found = self._info(answer.meta)
+            data = memoryview(answer.bytes())
+            tail = Tail(data, found.size_bytes, found.etag, found.modified)
+            return checked_tail(asked, num_bytes, answer.range[0], tail)
+
+        return self._ask_again_elsewhere(asked, call)
+
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
         path = self._path(key)
@@ -370,6 +369,8 @@ class ObstoreStore(Engine):
         return self._info(meta)
 
     def _put(self, asked: Asked, path: str, body: memoryview, mode: PutMode) -> str | None:
+        if self._location.scheme == "file":
+            return self._write_file(asked, path, iter([(body,)]), is_new=mode == "create")
         theirs, sent = self._theirs(mode), self._body(body)
 
         def call() -> Any:
@@ -379,6 +380,8 @@ class ObstoreStore(Engine):
         return self._mark(self._ask_again_elsewhere(asked, call))
 
     def _put_parts(self, asked: Asked, path: str, stream: PartStream) -> str | None:
+        if self._location.scheme == "file":
+            return self._write_file(asked, path, stream.parts)
         source = _Source(stream, self._body, waits=bool(self._location.bucket))
         publication = Publication()
         try:
@@ -406,6 +409,27 @@ class ObstoreStore(Engine):
             )
         return self._mark(result)
 
+    def _write_file(
+        self,
+        asked: Asked,
+        path: str,
+        parts: Iterator[tuple[memoryview, ...]],
+        *,
+        is_new: bool = False,
+    ) -> str | None:
+        def look(path: str) -> str | None:
+            return self._mark(obstore.head(self._client(), path.lstrip("/")))
+
+        file = self._ask(asked, lambda: LocalFile(Path("/", path), self._flushed))
+        try:
+            # Only the file's own errors are mapped; the caller's come through.
+            for pieces in parts:
+                self._ask(asked, partial(file.write, *pieces))
+                del pieces
+            return self._ask(asked, lambda: file.publish(look, is_new=is_new))
+        finally:
+            file.drop()
+
     def copy_from(self, source: CopySource, key: str, mode: CopyMode = "overwrite") -> None:
         """Let the provider copy an object; the fsspec engine asks it."""
         from dcpstore.store.fsspec_engine import open_fsspec
@@ -426,18 +450,19 @@ class ObstoreStore(Engine):
         stream, chunk = self._ask_again_elsewhere(asked, begin)
         while chunk is not None:
             for meta in chunk:
-                yield self._info(meta)
+                if TEMPORARY not in meta["path"]:
+                    yield self._info(meta)
             chunk = self._ask(asked, lambda: next(stream, None))
 
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        """Return the names right below the folder ``prefix``."""
-        below = (self._root + prefix).rstrip("/") or None
+    def _folders(self, asked: Asked, below: str) -> Sequence[str]:
+        if self._location.scheme == "file":
+            return self._ask(asked, lambda: folders_in(Path("/", below)))
 
-        def call() -> Sequence[str]:
-            found = obstore.list_with_delimiter(self._client(), prefix=below)
-            return [one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]]
+        def call() -> list[str]:
+            found = obstore.list_with_delimiter(self._client(), prefix=below.rstrip("/") or None)
+            return [path.rpartition("/")[2] for path in found["common_prefixes"]]
 
-        return self._ask_again_elsewhere(Asked("list the folders of", prefix, self.url), call)
+        return self._ask_again_elsewhere(asked, call)
 
     def close(self) -> None:
         """Drop the clients; a later call opens new ones."""

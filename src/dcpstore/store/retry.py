@@ -6,8 +6,8 @@ Each try has a time-out, and the request with all its tries a deadline; see `Ret
 What is repeated, and when:
 
 ===================================  ====================================================
-get, get_range, fill, head,          on any retryable error
-delete_many
+get, get_range, fill, get_tail,      on any retryable error
+head, folders, delete_many
 put, overwrite                       on any retryable error: the same bytes land twice
 put, create or IfMatch               only when throttled. Any other lost answer is settled by
                                      the caller, who can read back what is there
@@ -328,15 +328,14 @@ class WrappedStore:
         call = Call("get_range", key, start, end)
         return self._pass(call, lambda inner: inner.get_range(key, start, end))
 
-    def get_tail(self, key: str, num_bytes: int) -> Tail:
-        """Fetch the last ``num_bytes`` of an object."""
-        call = Call("get_tail", key)
-        return self._pass(call, lambda inner: inner.get_tail(key, num_bytes))
-
     def fill(self, key: str, start: int, destination: Destination) -> None:
         """Fetch a range straight into memory of the caller's; only of an inner store that can."""
         call = Call("get_range", key, start, start + destination.num_bytes)
         self._pass(call, lambda inner: cast("FillsMemory", inner).fill(key, start, destination))
+
+    def get_tail(self, key: str, num_bytes: int) -> Tail:
+        """Fetch the last bytes of an object, all if it is shorter, and learn how long it is."""
+        return self._pass(Call("get_tail", key), lambda inner: inner.get_tail(key, num_bytes))
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
@@ -366,7 +365,7 @@ class WrappedStore:
         yield from self._pass(Call("list", prefix), lambda inner: inner.list(prefix))
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        """Return the names right below the folder ``prefix``."""
+        """Return the names of the folders right below the folder ``prefix``."""
         return self._pass(Call("folders", prefix), lambda inner: inner.folders(prefix))
 
     def delete_many(self, keys: Sequence[str]) -> None:

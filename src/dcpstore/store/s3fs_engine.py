@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
-from dcpstore.errors import CheckpointError, NotFoundError, StoreError
+from dcpstore.errors import CheckpointError, NotFoundError
 from dcpstore.store.base import (
     ByteRange,
     Capabilities,
@@ -36,8 +36,8 @@ from dcpstore.store.engine import (
     PartStream,
     Publication,
     check_condition,
-    checked_tail,
     from_answer,
+    tail_in,
 )
 from dcpstore.store.fsspec_clients import FsspecClients, from_fsspec, sync_within
 from dcpstore.store.ranges import cut
@@ -210,21 +210,12 @@ class S3fsStore(Engine):
         span = f"bytes={start}-{end - 1}"
         return self._fetch(asked, path, self._time.reading_s(), Range=span)[1]
 
-    def get_tail(self, key: str, num_bytes: int) -> Tail:
-        """Fetch the end of an object, by one request where there is an end to fetch."""
-        asked, path = Asked(f"get the last {num_bytes} bytes of", key, self.url), self._path(key)
-        try:
-            answer, data = self._fetch(
-                asked, path, self._time.reading_s(), Range=f"bytes=-{num_bytes}"
-            )
-        except StoreError as error:
-            if error.retryable or error.denied:
-                raise
-            return super().get_tail(key, num_bytes)  # an empty object has no end: 416
-        size = str(answer.get("ContentRange", "")).rpartition("/")[2]
-        size_bytes = int(size) if size.isdecimal() else len(data)
+    def _fetch_tail(self, asked: Asked, path: str, num_bytes: int) -> Tail | None:
+        span = f"bytes=-{num_bytes}"
+        answer, data = self._fetch(asked, path, self._time.reading_s(), Range=span)
+        told = answer.get("ContentRange") or ""
         etag, modified = answer.get("ETag") or None, answer.get("LastModified")
-        return checked_tail(asked, num_bytes, Tail(data, size_bytes, etag, modified))
+        return tail_in(asked, num_bytes, told, Tail(data, len(data), etag, modified))
 
     def head(self, key: str) -> ObjectInfo:
         """Look an object up without its bytes."""
@@ -302,12 +293,10 @@ class S3fsStore(Engine):
                 key = one["Key"].removeprefix(self._root)
                 yield ObjectInfo(key, one["Size"], one.get("ETag") or None, one["LastModified"])
 
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        """Return the names right below the folder ``prefix``."""
-        asked, below = Asked("list the folders of", prefix, self.url), self._root + prefix
+    def _folders(self, asked: Asked, below: str) -> Sequence[str]:
         send = partial(self.send, asked, "list_objects_v2", Prefix=below, Delimiter="/")
         return [
-            one["Prefix"].removeprefix(below).rstrip("/")
+            one["Prefix"][len(below) : -1]
             for page in pages_of(send, {"ContinuationToken": "NextContinuationToken"})
             for one in page.get("CommonPrefixes", ())
         ]

@@ -28,7 +28,7 @@ from dcpstore.errors import NotFoundError, StoreError
 from dcpstore.store.engine import Asked
 from dcpstore.store.folder import parse_location
 from dcpstore.store.fsspec_clients import from_fsspec
-from dcpstore.store.fsspec_engine import TEMPORARY
+from dcpstore.store.local import TEMPORARY
 from dcpstore.store.retry import RetryPolicy, call_with_retries
 from dcpstore.store.s3fs_engine import S3fsStore, pages_of
 

@@ -123,39 +123,11 @@ def a_range_past_the_end_is_corruption(store: Store) -> None:
         store.get_range("past/empty", 0, 1)
 
 
-def a_tail_is_the_end_of_an_object(store: Store) -> None:
-    """Fetch less than there is, all of it, more, and the end of nothing."""
-    data = bytes(range(256)) * 4
-    etag = store.put("tail/object", data)
-    for num_bytes in (1, 1000, 1024, 5000):
-        found = store.get_tail("tail/object", num_bytes)
-        _check(bytes(found.data) == data[-num_bytes:], f"{len(found.data)} of {num_bytes} bytes")
-        _check(found.data.readonly, "an answer is read-only")
-        _check(found.size_bytes == 1024, f"an object of 1,024 bytes has {found.size_bytes}")
-        if store.capabilities.acknowledges_puts:
-            _check(found.etag == etag, f"put said {etag}, get_tail says {found.etag}")
-    store.put("tail/empty", b"")
-    empty = store.get_tail("tail/empty", 10)
-    _check(len(empty.data) == empty.size_bytes == 0, "nothing has an empty end")
-    with _expect(NotFoundError, "the tail of what is absent"):
-        store.get_tail("tail/nowhere", 10)
-
-
-def folders_are_what_lies_right_below(store: Store) -> None:
-    """Find the folders of a run, and not what lies in them or beside them."""
-    below = ("step-1/a", "step-1/deep/b", "step-2/c", "with space/d", ".dot/e")
-    for key in ("file", *below):
-        store.put(f"folders/run/{key}", b"x")
-    found = sorted(store.folders("folders/run/"))
-    _check(found == [".dot", "step-1", "step-2", "with space"], f"the folders are {found}")
-    _check(list(store.folders("folders/run/step-1/")) == ["deep"], "one level alone")
-    _check("folders" in store.folders(), "the root has folders, too")
-    _check(not store.folders("folders/nowhere/"), "an absent folder has none")
-
-
 def what_is_absent_is_not_found(store: Store) -> None:
     """Look for an object that nobody put."""
-    for verb, more in (("get", ()), ("get_range", (0, 1)), ("head", ())):
+    asking: tuple[tuple[str, tuple[int, ...]], ...]
+    asking = ("get", ()), ("get_range", (0, 1)), ("get_tail", (1,)), ("head", ())
+    for verb, more in asking:
         with _expect(NotFoundError, f"{verb} of an absent key") as caught:
             getattr(store, verb)("absent/object", *more)
         _check("absent/object" in caught[0].message, "the message names the key")
@@ -287,6 +259,58 @@ def a_list_shows_keys_below_a_folder(store: Store) -> None:
     _check(not list(store.list("list/nowhere/")), "an absent folder is empty")
 
 
+def folders_are_what_objects_lie_below(store: Store) -> None:
+    """Ask for the folders of nested keys, of the root, of an object's name and of nothing."""
+    keys = ("object", "one/a", "one/b", "two/deep/er/c", "with space/d", "percent%41/e", "鍵/f")
+    for key in keys:
+        store.put(f"folders/{key}", b"1")
+    found = sorted(store.folders("folders/"))
+    due = sorted({key.partition("/")[0] for key in keys if "/" in key})
+    _check(found == due, f"the folders are {found}, not {due}")
+    _check(list(store.folders("folders/two/")) == ["deep"], "the next folder only")
+    _check("folders" in store.folders(), "the root has folders")
+    for absent in ("folders/one/", "folders/object/", "folders/none/", "folders/on/"):
+        _check(not store.folders(absent), f"{absent} has no folders")
+    store.delete_many([f"folders/{key}" for key in keys if not key.startswith("one")])
+    _check(list(store.folders("folders/")) == ["one"], "what has no object is no folder")
+
+
+def an_object_may_have_the_name_of_a_folder(store: Store) -> None:
+    """Put an object, and others below its name, where the store can."""
+    store.put("both/name/below/object", b"1")
+    try:
+        store.put("both/name", b"1")
+    except CheckpointError:
+        return  # it keeps files
+    _check(list(store.folders("both/")) == ["name"], "a folder by the name of an object")
+    _check(list(store.folders("both/name/")) == ["below"], "below an object's name")
+    store.delete_many(["both/name/below/object"])
+    _check(not store.folders("both/"), "an object is no folder")
+
+
+def what_is_no_folder_is_refused(store: Store) -> None:
+    """Ask for the folders of what is not the prefix of a folder."""
+    for prefix in ("a", "/", "/a/", "a//", "../", "a/../"):
+        with _expect(ConfigError, f"prefix {prefix!r}"):
+            store.folders(prefix)
+
+
+def a_tail_is_the_end_of_an_object(store: Store) -> None:
+    """Fetch less than there is, just that, and more; also of an empty object."""
+    for data in (b"0123456789", b"1", b""):
+        etag = store.put("tail/object", data)
+        for num_bytes in (1, 9, 10, 11, 1 << 20):
+            tail = store.get_tail("tail/object", num_bytes)
+            what = f"the last {num_bytes} bytes of {len(data)}"
+            _check(bytes(tail.data) == data[-num_bytes:], f"{what}: {bytes(tail.data)!r}")
+            _check(tail.data.readonly, "an answer is read-only")
+            _check(tail.size_bytes == len(data), f"{what}: of {tail.size_bytes}")
+            _check(etag in (None, tail.etag), f"{what}: put said {etag}, the tail {tail.etag}")
+    for num_bytes in (0, -1):
+        with _expect(ConfigError, f"a tail of {num_bytes} bytes"):
+            store.get_tail("tail/object", num_bytes)
+
+
 def odd_keys_keep_their_names(store: Store) -> None:
     """Store, list, fetch and delete keys that need quoting somewhere."""
     keys = [f"odd/{key}" for key in ODD_KEYS]
@@ -308,6 +332,8 @@ def what_is_no_key_is_refused(store: Store) -> None:
             store.put(key, b"")
         with _expect(ConfigError, f"key {key!r}"):
             store.get(key)
+        with _expect(ConfigError, f"key {key!r}"):
+            store.get_tail(key, 1)
 
 
 def deletes_forgive_what_is_absent(store: Store) -> None:
@@ -401,7 +427,6 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     ranges_are_exact_at_every_edge,
     an_empty_range_makes_no_request,
     a_range_past_the_end_is_corruption,
-    a_tail_is_the_end_of_an_object,
     what_is_absent_is_not_found,
     a_folder_is_no_object,
     head_tells_size_and_mark,
@@ -412,7 +437,10 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     a_failing_stream_publishes_nothing,
     a_wrong_part_size_is_refused,
     a_list_shows_keys_below_a_folder,
-    folders_are_what_lies_right_below,
+    folders_are_what_objects_lie_below,
+    an_object_may_have_the_name_of_a_folder,
+    what_is_no_folder_is_refused,
+    a_tail_is_the_end_of_an_object,
     odd_keys_keep_their_names,
     what_is_no_key_is_refused,
     deletes_forgive_what_is_absent,

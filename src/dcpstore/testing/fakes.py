@@ -46,7 +46,7 @@ class StoreFault:
             `retry_after_s`; ``lost_ack`` does what was asked and then fails;
             ``crash`` does nothing, and every later request fails too; ``crash_after``
             does what was asked first; ``short``, ``long`` and ``flip`` spoil the
-            answer of a ``get`` or ``get_range``.
+            answer of a ``get``, ``get_range`` or ``get_tail``.
         verb: Which verb; None for any.
         key: A part of the key; empty for any.
         at: Take the requests that match from this one on, counted from 0.
@@ -208,9 +208,9 @@ def _failure(fault: StoreFault, verb: str, key: str) -> StoreError:
 
 
 def _spoilt(answer: object, call: Call, fault: StoreFault) -> object:
-    """Return a damaged answer of a ``get``, a ``fill`` or a range; others as they are.
+    """Return a damaged answer of a get of any kind; others as they are.
 
-    ``short`` and ``long`` ranges are what an engine makes of them: a retryable error.
+    ``short`` and ``long`` ranges and tails are what an engine makes of them: a retryable error.
     """
     if isinstance(answer, Fetched):
         return Fetched(_spoil(answer.data, fault), answer.etag)
@@ -387,8 +387,9 @@ class RecordingStore(WrappedStore):
 
     @property
     def num_bytes_fetched(self) -> int:
-        """Bytes that ``get`` and ``get_range`` brought."""
-        return sum(r.num_bytes for r in self.requests if r.verb in ("get", "get_range"))
+        """Bytes that ``get``, ``get_range`` and ``get_tail`` brought."""
+        gets = ("get", "get_range", "get_tail")
+        return sum(r.num_bytes for r in self.requests if r.verb in gets)
 
     @property
     def num_bytes_put(self) -> int:
@@ -459,7 +460,7 @@ class RecordingStore(WrappedStore):
 
 
 def _answered_bytes(call: Call, answer: object) -> int:
-    """Return how many bytes the answer to a ``get``, a ``fill`` or a range brought."""
+    """Return how many bytes the answer to a get of any kind brought."""
     if isinstance(answer, Fetched | Tail):
         return len(answer.data)
     return 0 if call.start is None or call.end is None else max(0, call.end - call.start)
