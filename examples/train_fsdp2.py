@@ -12,7 +12,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from dcpstore import Best, CheckpointManager, EverySeconds, EverySteps, Latest, OnPreemption
+from dcpstore import (
+    Best,
+    CheckpointManager,
+    EverySeconds,
+    EverySteps,
+    Latest,
+    OnPreemption,
+    rng_state,
+    set_rng_state,
+)
 
 
 class App:
@@ -51,6 +60,7 @@ def main(run: str, num_steps: int, options: dict[str, str]) -> None:
         start = manager.restore({"app": app})
         if start is not None:
             position = json.loads(manager.read_attachment("data.json"))
+            set_rng_state(manager.read_attachment("rng"))
         for step in range(start or 0, num_steps):
             inputs, wanted = batch(position["batch"])
             position["batch"] += 1
@@ -58,7 +68,9 @@ def main(run: str, num_steps: int, options: dict[str, str]) -> None:
             loss.backward()
             app.optimizer.step()
             app.optimizer.zero_grad()
-            beside = {"data.json": json.dumps(position).encode()}
+            beside = {}
+            if dist.get_rank() == 0:  # all ranks draw the same numbers; else "rng-{rank}"
+                beside = {"data.json": json.dumps(position).encode(), "rng": rng_state()}
             metrics = {"loss": loss.item()}
             manager.step(step + 1, {"app": app}, metrics=metrics, attachments=beside)
     print(f"rank {dist.get_rank()}: trained to step {num_steps}, the loss is {loss.item():.6f}")

@@ -71,6 +71,7 @@ from dcpstore.write.writer import ObjectStoreWriter
 
 logger = logging.getLogger(__name__)
 
+_FAILED = "to raise the failure of the save of step "
 _T = TypeVar("_T")
 
 State: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
@@ -227,6 +228,7 @@ class CheckpointManager:
         self._run_id: str | None = None
         self._is_first = True
         self._has_begun = False
+        self._is_alone = False  # some rank is silent, so none waits for it to raise a failure
         self._is_asked = False
         self._is_over = False
         self.is_stopping = False
@@ -291,7 +293,8 @@ class CheckpointManager:
             Whether a save of this step was begun or made.
 
         Raises:
-            RankFailures: If this save, or one in the background before it, failed.
+            RankFailures: If this save, or one in the background before it, failed. Several ranks
+                raise it at the same step, which they agree on: about a second later.
             Preempted: If the job was told to stop, once this step is sealed or given up.
         """
         sealed = {"metrics": metrics, "attachments": attachments, "user_metadata": user_metadata}
@@ -302,6 +305,7 @@ class CheckpointManager:
             self._is_asked = False
             if decided.is_end:
                 return self._save_and_end(step, state, sealed, decided)
+            self._raise_agreed_failure(decided)
         at = Moment(
             step,
             self._last_step,
@@ -309,7 +313,7 @@ class CheckpointManager:
             is_first=self._is_first,
         )
         self._is_first = False
-        is_due = decided is not None or any(
+        is_due = (decided is not None and _asks_for_save(decided)) or any(
             one.is_due(at) for one in self._policies if _is_plain(one)
         )
         begun = is_due and step != self._last_step and self._begin(step, state, sealed)
@@ -632,6 +636,9 @@ class CheckpointManager:
         seconds = self._clock() - flight.began_s
         if not flight.is_given_up:
             self._events.send(Event("failed", flight.step, flight.url, seconds, error=error))
+            # Ranks hear of it at different steps, and all are to raise it at the same.
+            if not self._agreement.request(f"{_FAILED}{flight.step}"):
+                self._is_alone = True
 
     def _land(self, *, may_be_given_up: bool = False) -> SaveResult | None:
         """Wait for the save under way, if there is one, and raise its failure."""
@@ -652,11 +659,18 @@ class CheckpointManager:
         return bool(wait([flight.handle.upload_completion], cutoff.left_s()).done)
 
     def _raise_failure(self) -> None:
-        flight = self._flight
-        if flight is not None and flight.handle is not None and flight.handle.done():
+        """Raise a failure of the background, if no other rank is to raise it at this step."""
+        handle = None if self._flight is None else self._flight.handle
+        is_over = handle is not None and handle.done()
+        if is_over and (self._group.size == 1 or self._is_alone):
             self._land()
         if self._tier is not None:
             self._tier.raise_failure()
+
+    def _raise_agreed_failure(self, decided: Decision) -> None:
+        flight = self._flight
+        if flight is not None and f"{_FAILED}{flight.step}" in _asked(decided):
+            self._land()
 
     def _ask_if_due(self, at: Moment) -> None:
         """Let the ranks agree on a step, if a policy says so that only the coordinator asks."""
@@ -669,8 +683,9 @@ class CheckpointManager:
 
     def _note_given_up(self, why: str, is_end: bool) -> None:
         """Ask again later. In the agreement's thread."""
-        del why, is_end
+        del is_end
         self._is_asked = False
+        self._is_alone = self._is_alone or _FAILED in why
 
     def _save_and_end(
         self, step: int, state: State, sealed: Mapping[str, Any], decided: Decision
@@ -778,8 +793,10 @@ class CheckpointManager:
         return policy
 
     def _warn_of_newer(self, found: SealedStep, step: int | Literal["latest", "best"]) -> None:
+        if step == "latest":
+            return
         newer = sorted({one for one, _ in self._run.candidates() if one > found.step})
-        if step != "latest" and newer:
+        if newer:
             logger.warning(
                 "%s: step %d is restored, and %d newer step(s) stay, up to %d: a restart takes the"
                 " newest. Remove those that were given up",
@@ -915,6 +932,15 @@ class CheckpointManager:
         """Return what the coordinator finds; its own error, where it is alone."""
         with plain_cause_of_one(self._group):
             return steps.broadcast(self._group, step, work)
+
+
+def _asked(decided: Decision) -> list[str]:
+    """Return what ranks asked for, without their numbers."""
+    return [one.partition(": ")[2] for one in decided.why.split("; ")]
+
+
+def _asks_for_save(decided: Decision) -> bool:
+    return not all(one.startswith(_FAILED) for one in _asked(decided))
 
 
 def _as_list(given: _T | Sequence[_T]) -> list[_T]:
