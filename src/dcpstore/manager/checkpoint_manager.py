@@ -778,8 +778,10 @@ class CheckpointManager:
         return policy
 
     def _warn_of_newer(self, found: SealedStep, step: int | Literal["latest", "best"]) -> None:
+        if step == "latest":
+            return
         newer = sorted({one for one, _ in self._run.candidates() if one > found.step})
-        if step != "latest" and newer:
+        if newer:
             logger.warning(
                 "%s: step %d is restored, and %d newer step(s) stay, up to %d: a restart takes the"
                 " newest. Remove those that were given up",
