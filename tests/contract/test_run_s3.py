@@ -138,6 +138,7 @@ def test_a_lost_answer_to_the_removal_of_metadata_is_settled(place: Place) -> No
     assert {name.partition("/")[0] for name in place.names()} == {"step-2"}
 
 
+@pytest.mark.campaign  # the fewest folders that take three pages
 def test_the_newest_of_2_001_steps_takes_three_listings_and_one_small_request(
     server: MotoServer, bucket: str
 ) -> None:

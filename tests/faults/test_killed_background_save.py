@@ -55,7 +55,11 @@ def save(rank: int, folder: str, coordinator: int, key: str, report: Any) -> Non
 
 @pytest.mark.parametrize(
     ("key", "coordinator", "dead", "step"),
-    [("__1_0", 0, 1, "write"), ("__2_0", 2, 2, "write"), (".metadata", 1, 1, "seal")],
+    [
+        ("__1_0", 0, 1, "write"),
+        pytest.param("__2_0", 2, 2, "write", marks=pytest.mark.campaign),
+        pytest.param(".metadata", 1, 1, "seal", marks=pytest.mark.campaign),
+    ],
 )
 def test_the_others_fail_within_the_deadline(
     tmp_path: Path, key: str, coordinator: int, dead: int, step: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,15 @@ def save_and_copy(group: RankGroup, root: Path, step: int, dies: str) -> None:
     cluster.copy_as(group, step)
 
 
+_long = partial(pytest.param, marks=pytest.mark.campaign)
+
+
 @pytest.mark.parametrize(
     ("dies", "dying", "expected"),
     [
-        ("before the spread", range(NUM_RANKS), (10, True)),
-        ("before the copy", range(NUM_RANKS), (20, True)),
-        ("in the copy", range(NUM_RANKS), (20, True)),
+        _long("before the spread", range(NUM_RANKS), (10, True)),
+        _long("before the copy", range(NUM_RANKS), (20, True)),
+        _long("in the copy", range(NUM_RANKS), (20, True)),
         ("in the copy", (2, 3), (20, True)),
     ],
 )

@@ -843,8 +843,12 @@ class CheckpointManager:
                 raise NotFoundError(
                     f"step {number} lies neither at {self._run.url} nor, whole, on the ranks' disks"
                 )
-            if passed:
-                raise next(iter(passed.values()))
+
+            def refuse() -> None:
+                if passed:  # where the coordinator looked
+                    raise next(iter(passed.values()))
+
+            self._from_coordinator("find no step to restore", refuse)
             return None, None
         self._chosen = choice if choice.is_local else None
         folder = choice.folder.url.rpartition("/")[2]

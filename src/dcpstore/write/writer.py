@@ -168,7 +168,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._extensions = tuple(extensions)
         self._sleep = sleep
         self._clock = clock
-        self._attached = Given()  # to the next save; kept across reset and pickling
+        self._attached: Given | None = None  # to the next save; kept across reset and pickling
         self._begin()
 
     def __repr__(self) -> str:
@@ -184,7 +184,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._found: Found | None = None
         self._keys: list[str] = []
         self._is_seal_begun = False
-        self._sealing = Given()  # with this save
+        self._sealing: Given | None = None  # with this save
         self.last_write: WriteStats | None = None
         """What the last `write_data` of this rank did; None before it."""
 
@@ -253,7 +253,7 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
-        self._sealing, self._attached = self._attached, Given()
+        self._sealing, self._attached = self._attached, None
         if is_coordinator or not self._use_collectives:
             store = self._folder.open()
             self._probe = BackgroundProbe(store, self._metadata_key, overwrite=self._overwrite)
@@ -309,7 +309,8 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         rank = self._rank if rank is None else rank
         given = self._sealing
         try:
-            results = job.run(plan.items, rank, given.sources_of(rank or 0))
+            sources = {} if given is None else given.sources_of(rank or 0)
+            results = job.run(plan.items, rank, sources)
         except BaseException:
             # The coordinator seals only once every rank has written.
             sweep(store, job.keys, Proof.NOT_BEGUN, why="this failed save")
@@ -349,8 +350,10 @@ class ObjectStoreWriter(InFolder, StorageWriter):
         made = _keys_of(results)
         try:
             with collector_paused():
-                written, given = take_out(chain.from_iterable(results))
-                attached = merge(given)
+                written, attached = list(chain.from_iterable(results)), Attached()
+                if any(map(_is_attached, written)):
+                    written, given = take_out(written)
+                    attached = merge(given)
                 pickled, manifest = self._describe(metadata, written, attached)
             self._is_seal_begun = True
             sealer.put_sealed(self._save_id, pickled, manifest, attached.facts)
@@ -467,7 +470,14 @@ class _RankNumber:
 
 def _keys_of(results: Sequence[Sequence[WriteResult]]) -> set[str]:
     """Return the keys of all data objects that ranks wrote."""
-    return {one.key for one in objects_of(chain.from_iterable(results))}
+    flat = list(chain.from_iterable(results))
+    if any(map(_is_attached, flat)):
+        return {one.key for one in objects_of(flat)}
+    return {one.storage_data.object.key for one in flat}
+
+
+def _is_attached(result: WriteResult) -> bool:
+    return isinstance(result.storage_data, Attached)
 
 
 def _merge(results: Sequence[WriteResult]) -> dict[MetadataIndex, Written]:
