@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -17,6 +18,7 @@ from dcpstore import (
     AtSteps,
     Best,
     CheckpointManager,
+    ConfigError,
     EverySeconds,
     EverySteps,
     Latest,
@@ -263,17 +265,23 @@ def test_a_failure_is_raised_soon_though_no_other_save_is_due(job: Job) -> None:
     assert 3 < found[0][0] < 99
 
 
-def test_a_state_that_one_rank_cannot_make_fails_the_others_at_once(job: Job) -> None:
+@pytest.mark.parametrize("what", ["state", "attachment"])
+def test_what_one_rank_cannot_give_fails_the_others_at_once(
+    job: Job, what: str, tmp_path: Path
+) -> None:
     def broken() -> Any:
         raise ValueError("no state")
 
     def work(manager: CheckpointManager, rank: int) -> None:
+        state = broken if rank and what == "state" else state_of(rank, 1)
+        name = f"no {what}"
+        beside = {name: tmp_path / name} if rank and what == "attachment" else {}
         if rank:
-            with pytest.raises(ValueError, match="no state"):
-                manager.step(1, broken)
+            with pytest.raises((ValueError, ConfigError), match=name):
+                manager.step(1, state, attachments=beside)
         else:
-            manager.step(1, state_of(rank, 1))
-            with pytest.raises(RankFailures, match="no state"):
+            manager.step(1, state)
+            with pytest.raises(RankFailures, match=name):
                 manager.wait()
 
     began_s = time.monotonic()

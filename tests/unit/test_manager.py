@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import itertools
 import json
@@ -416,6 +417,19 @@ def test_close_waits_for_the_save_and_is_idempotent(place: Place) -> None:
     manager.close()
 
 
+def test_ctrl_c_while_a_save_is_waited_for_does_not_lose_it(place: Place) -> None:
+    place.shut()
+    manager = place.manager(save=EverySteps(1), keep=Latest(1))
+    manager.step(1, state_of(1))
+    assert place.reached.wait(WAIT_S)
+    threading.Timer(0.1, _thread.interrupt_main).start()
+    threading.Timer(0.6, place.opened.set).start()
+    with pytest.raises(KeyboardInterrupt), manager:
+        manager.step(2, state_of(2))
+    assert place.sealed() == [1]
+    assert place.kinds(1) == ["save_started", "staged", "sealed"]
+
+
 def fail_in_training(manager: CheckpointManager) -> None:
     with manager:
         manager.step(1, state_of(1))
@@ -821,6 +835,26 @@ def test_a_job_that_must_not_take_over_is_refused_and_leaves_nothing_behind(plac
         assert train(other, 2, 2) == [2]
 
 
+@pytest.mark.parametrize("heard", ["2000-01-01T00:00:00+00:00", "2999-01-01T00:00:00+00:00", "?"])
+def test_a_clock_that_jumps_lets_no_two_jobs_seal_beside_each_other(
+    place: Place, heard: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = place.manager(save=EverySteps(1))
+    train(first, 1, 1)
+    first.wait()
+    key = f"{place.path}/.dcpstore-run/claim.json"
+    told = json.loads(place.files.cat_file(key))
+    place.files.pipe_file(key, json.dumps({**told, "heard": heard}).encode())
+    with place.manager(save=EverySteps(1)) as second:
+        assert ("takes it over" in caplog.text) == (heard[:4] != "2000"), "silent for a day"
+        first.step(2, state_of(2))
+        with pytest.raises(ConflictError, match="taken over"):
+            first.wait()
+        assert train(second, 3, 3) == [3]
+    first.close()
+    assert place.sealed() == [1, 3]
+
+
 def test_who_only_reads_a_run_disturbs_nobody(place: Place) -> None:
     with place.manager(save=EverySteps(1)) as first:
         train(first, 1, 1)
@@ -903,6 +937,18 @@ def test_a_last_save_that_cannot_meet_its_deadline_leaves_the_last_sealed_step(
     assert place.sealed() == [1]
     assert place.names("step-2") == []
     assert "step 2 is not saved" in caplog.text
+
+
+def test_a_request_to_stop_that_was_given_up_is_made_again(place: Place) -> None:
+    """Some rank was silent for a while; the machine goes away all the same."""
+    with place.manager(save=OnPreemption(signals=(), notice=lambda: False)) as manager:
+        manager.step(1, state_of(1))
+        manager._hear_of_end("notice")
+        manager._agreement._due.clear()
+        manager._note_given_up("rank 0: notice", True)
+        with pytest.raises(SystemExit):
+            manager.step(2, state_of(2))
+    assert place.sealed() == [2]
 
 
 # --- over a long run ----------------------------------------------------------------------------

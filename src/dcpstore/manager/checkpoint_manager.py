@@ -642,7 +642,7 @@ class CheckpointManager:
 
     def _land(self, *, may_be_given_up: bool = False) -> SaveResult | None:
         """Wait for the save under way, if there is one, and raise its failure."""
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None or flight.handle is None:
             return None
         try:
@@ -651,6 +651,9 @@ class CheckpointManager:
             if may_be_given_up and _is_abandoned(error):
                 return None
             raise
+        finally:
+            if flight.handle.done():  # else the wait was interrupted, and `close` goes on with it
+                self._flight = None
 
     def _ends_before(self, cutoff: Cutoff) -> bool:
         flight = self._flight
