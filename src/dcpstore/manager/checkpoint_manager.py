@@ -227,6 +227,7 @@ class CheckpointManager:
         self._resumed: int | None = None
         self._run_id: str | None = None
         self._is_first = True
+        self._why_end: str | None = None
         self._has_begun = False
         self._is_alone = False  # some rank is silent, so none waits for it to raise a failure
         self._is_asked = False
@@ -250,9 +251,7 @@ class CheckpointManager:
         self._chosen: Choice | None = None
         try:
             if end is not None:
-                self._preemption = Preemption(
-                    lambda why: self._agreement.request(why, is_end=True), end.signals, end.notice
-                )
+                self._preemption = Preemption(self._hear_of_end, end.signals, end.notice)
             if local is not None:
                 self._tier = self._open_tier(
                     os.fspath(local).replace("{rank}", str(self._group.rank)),
@@ -684,10 +683,16 @@ class CheckpointManager:
                 self._is_asked = self._agreement.request(f"{policy} is due")
                 return
 
+    def _hear_of_end(self, why: str) -> None:
+        """Ask that all ranks stop. In a thread of the preemption's, or the agreement's."""
+        self._why_end = why
+        self._agreement.request(why, is_end=True)
+
     def _note_given_up(self, why: str, is_end: bool) -> None:
         """Ask again later. In the agreement's thread."""
-        del is_end
         self._is_asked = False
+        if is_end and self._why_end is not None:
+            self._hear_of_end(self._why_end)
         self._is_alone = self._is_alone or _FAILED in why
 
     def _save_and_end(
