@@ -572,7 +572,6 @@ class CheckpointManager:
         self._has_begun = True
         writer = self._writer(step)
         url = writer.checkpoint_id
-        writer.attach(step=step, run=self._run_id, **sealed)
         flight = _Flight(step, url, self._clock())
         self._last_step, self._last_began_s = step, flight.began_s
         self._events.send(Event("save_started", step, url))
@@ -604,6 +603,7 @@ class CheckpointManager:
         )
         try:
             try:
+                writer.attach(step=step, run=self._run_id, **sealed)
                 made = state() if callable(state) else state
             except BaseException:
                 with joining:  # so that the other ranks hear of it, rather than wait for this one
