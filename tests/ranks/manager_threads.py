@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,6 @@ class Job:
         deadline_s: Of the groups.
 
     Attributes:
-        stores: What was opened, by rank.
         num_groups: Groups that were opened, by purpose and rank.
     """
 
@@ -42,7 +42,8 @@ class Job:
         self._lock = threading.Lock()
         self._ranks: dict[tuple[str, int], ThreadRanks] = {}
         self._seats = MemoryBoard()
-        self.stores: dict[int, list[RecordingStore]] = {rank: [] for rank in range(size)}
+        self._opened: list[RecordingStore] = []
+        self._older: weakref.WeakSet[RecordingStore] = weakref.WeakSet()  # whose counts were taken
         self.num_groups: Counter[tuple[str, int]] = Counter()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -57,7 +58,7 @@ class Job:
 
         def opener(*args: Any, **more: Any) -> Store:
             store = RecordingStore(open_store(*args, **more))
-            self.stores[rank].append(store)
+            self._opened.append(store)
             return store
 
         self._rank.number = rank
@@ -76,7 +77,10 @@ class Job:
 
     def take_counts(self) -> Counter[str]:
         """Return how many requests of each verb all ranks sent since the last call."""
-        every = [store for stores in self.stores.values() for store in stores]
+        with self._lock:
+            every = [*self._opened, *self._older]
+            self._opened.clear()
+            self._older.update(every)
         found = sum((store.counts for store in every), Counter[str]())
         for store in every:
             store.clear()
@@ -90,6 +94,8 @@ class Job:
             ranks = self._ranks.setdefault(
                 (purpose, number), ThreadRanks(self.size, deadline_s=self._deadline_s)
             )
+            if all(self.num_groups[purpose, other] > number for other in range(self.size)):
+                del self._ranks[purpose, number]
         return ranks.group(rank)
 
     @contextmanager

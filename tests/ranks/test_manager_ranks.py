@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import Counter
@@ -348,9 +349,18 @@ def test_a_notice_to_one_rank_saves_one_step_on_all(job: Job) -> None:
 # --- requests -------------------------------------------------------------------------------------
 
 
-@both
-def test_how_many_requests_a_save_a_restore_and_a_retention_send(job: Job) -> None:
-    """The same whether two steps were saved before, or a hundred."""
+@pytest.mark.parametrize(
+    ("job", "num_steps"),
+    [(2, 100), (4, 100), pytest.param(4, 1000, marks=pytest.mark.campaign)],
+    indirect=["job"],
+)
+@pytest.mark.timeout(400)
+def test_a_save_a_restore_and_a_retention_send_the_same_requests_after_many_steps(
+    job: Job, num_steps: int
+) -> None:
+    """And hold as much memory, and as many threads and files."""
+    checked = (10, num_steps // 2, num_steps)
+    held: list[tuple[int, int, int]] = []
     seen: dict[Any, Counter[str]] = {}
     barrier = threading.Barrier(job.size)
 
@@ -370,11 +380,15 @@ def test_how_many_requests_a_save_a_restore_and_a_retention_send(job: Job) -> No
         take("restore", manager, rank)
 
     def keep_some(manager: CheckpointManager, rank: int) -> None:
-        for step in range(3, 103):
+        for step in range(3, num_steps + 1):
             manager.save(step, state_of(rank, step), metrics={"loss": 1 / step})
             take(step, manager, rank)
             manager.report(step, {"val_loss": 1 / step})
             take(f"report {step}", manager, rank)
+            if not rank and step in checked:
+                gc.collect()
+                num_files = sum(1 for _ in Path("/proc/self/fd").iterdir())
+                held.append((len(gc.get_objects()), threading.active_count(), num_files))
 
     job.run(begin, save=EverySteps(1)).values()
     save_of_all = Counter({**SAVE, "put": SAVE["put"] + job.size})
@@ -383,10 +397,13 @@ def test_how_many_requests_a_save_a_restore_and_a_retention_send(job: Job) -> No
     assert seen["restore"] == RESTORE + Counter(get_range=2 * job.size - 1)
     keep = (Latest(2), Best(1, "val_loss", "min"))
     job.run(keep_some, save=EverySteps(1), keep=keep).values()
-    for step in (10, 50, 102):
-        print(f"\n{job.size} ranks, step {step}: {seen[step] - save_of_all}")
+    for step in checked:
         assert seen[f"report {step}"] == REPORT
         assert seen[step] == save_of_all + RETIRE
+    print(f"\n{job.size} ranks, steps {checked}: objects, threads, files: {held}")
+    assert held[2][0] - held[1][0] < num_steps  # the test's own notes
+    assert held[2][1] <= held[1][1] + job.size
+    assert held[2][2] <= held[1][2]
 
 
 def test_who_looks_for_a_step_of_a_run_that_has_none_is_told_so(job: Job) -> None:
