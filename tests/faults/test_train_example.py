@@ -46,6 +46,18 @@ def test_the_example_killed_and_restarted_on_another_number_of_ranks_ends_with_t
     check_equal(cli, tmp_path / "whole" / "step-30", run / "step-30")
 
 
+def test_sigterm_to_one_rank_of_four_saves_one_step_on_all_and_ends_with_143_spd_677(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    ended = launcher.run(4, tmp_path, 100_000, sigterm=2)
+    assert ended == [143] * 4, launcher.log.read_text()
+    assert launcher.log.read_text().count("the former handler") == 1
+    last = sealed(tmp_path)[-1]
+    goal = last // 10 * 10 + 10
+    assert launcher.run(2, tmp_path, goal) == [0, 0], launcher.log.read_text()
+    assert sealed(tmp_path)[-2:] == [last, goal]
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [1])

@@ -79,7 +79,7 @@ class Launcher:
         num_steps: int,
         kill: Kill | None = None,
         *,
-        sigterm: tuple[int, float] | None = None,
+        sigterm: int | None = None,
         timeout_s: float = 60,
     ) -> list[int]:
         """Train to a step, or until killed.
@@ -89,7 +89,7 @@ class Launcher:
             run: Folder of the run.
             num_steps: Where training ends.
             kill: When it is killed.
-            sigterm: Which rank gets SIGTERM, and after how many seconds.
+            sigterm: Which rank gets SIGTERM once a step is sealed; its former handler prints.
             timeout_s: When all are killed, as they hang.
 
         Returns:
@@ -132,7 +132,7 @@ def _job(
     num_ranks: int,
     arguments: list[str],
     kill: dict[str, Any] | None,
-    sigterm: tuple[int, float] | None,
+    sigterm: int | None,
     timeout_s: float,
 ) -> list[int]:
     with socket.socket() as free:
@@ -142,13 +142,16 @@ def _job(
     for rank in range(num_ranks):
         pid = os.fork()
         if not pid:
+            if rank == sigterm:
+                signal.signal(signal.SIGTERM, lambda *_: print("the former handler", flush=True))
             _rank(rank, num_ranks, port, arguments, None if kill is None else Kill(**kill))
         pids.append(pid)
-    if sigterm is not None:
-        threading.Timer(sigterm[1], os.kill, (pids[sigterm[0]], signal.SIGTERM)).start()
     ends_s = time.monotonic() + timeout_s
     ended: dict[int, int] = {}
     while len(ended) < num_ranks:
+        if sigterm is not None and any(Path(arguments[0]).glob("step-*/.metadata")):
+            os.kill(pids[sigterm], signal.SIGTERM)
+            sigterm = None
         for pid in [one for one in pids if one not in ended]:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:

@@ -443,8 +443,8 @@ class CheckpointManager:
         self._last_began_s = self._clock()
         self.restored = found
         if self._run_id is not None:  # so that nobody else removes it either
-            steps.broadcast(
-                self._group, "renew the claim", lambda: self._run.renew(found.step, found.step)
+            self._from_coordinator(
+                "renew the claim", lambda: self._run.renew(found.step, found.step)
             )
         seconds, num_bytes = self._clock() - began_s, result.job.needed_bytes
         self._events.send(Event("restored", found.step, found.url, seconds, num_bytes))
