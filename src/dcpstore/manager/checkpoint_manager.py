@@ -510,16 +510,18 @@ class CheckpointManager:
     # --- ending --------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save and the removals under way, and give the run back. All ranks.
+        """Wait for the save, copies and removals under way, and give the run back. All ranks.
 
         Raises:
-            RankFailures: If the save failed.
+            RankFailures: If the save or a copy failed.
         """
         if self._is_over:
             return
         self._is_over = True
         try:
             self._land()
+            if self._tier is not None:
+                self._tier.wait()
         finally:
             if self._tier is not None:
                 self._tier.close()
