@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
 import gc
 import itertools
 import json
 import logging
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -422,7 +423,7 @@ def test_ctrl_c_while_a_save_is_waited_for_does_not_lose_it(place: Place) -> Non
     manager = place.manager(save=EverySteps(1), keep=Latest(1))
     manager.step(1, state_of(1))
     assert place.reached.wait(WAIT_S)
-    threading.Timer(0.1, _thread.interrupt_main).start()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     threading.Timer(0.6, place.opened.set).start()
     with pytest.raises(KeyboardInterrupt), manager:
         manager.step(2, state_of(2))
@@ -820,7 +821,6 @@ def test_of_two_jobs_on_one_run_the_second_is_warned_and_the_first_seals_no_more
 
 
 def test_a_job_that_must_not_take_over_is_refused_and_leaves_nothing_behind(place: Place) -> None:
-    import signal
 
     before = signal.getsignal(signal.SIGTERM), set(threading.enumerate())
     with place.manager(save=EverySteps(1)) as first:
