@@ -278,8 +278,8 @@ class CheckpointManager:
     ) -> bool:
         """Say that a step is complete, and save if that is due. All ranks, after every step.
 
-        Without a save it costs a few microseconds and no message. With one, it returns once the state
-        is staged: training may go on and change it.
+        Without a save it costs a few microseconds and no message. With one, it returns once the
+        state is staged: training may go on and change it.
 
         Args:
             step: Number of completed steps.
