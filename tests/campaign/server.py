@@ -367,8 +367,21 @@ class Place:
             return self._list_parts(query["uploadId"])
         prefix, start = query.get("prefix", ""), query.get("continuation-token", "")
         most = int(query.get("max-keys", "1000"))
-        names = sorted(key for key in self.objects if key.startswith(prefix) and key > start)
-        content = "".join(_listed(key, self.objects[key]) for key in names[:most])
+        # With a delimiter, keys that go on behind one are listed as their common prefix.
+        folders: dict[str, str] = {}
+        if delimiter := query.get("delimiter", ""):
+            for key in self.objects:
+                head, cut, _ = key.removeprefix(prefix).partition(delimiter)
+                if key.startswith(prefix) and cut:
+                    folders[key] = prefix + head + cut
+        keys = {folders.get(key, key) for key in self.objects if key.startswith(prefix)}
+        names = sorted(key for key in keys if key > start)
+        content = "".join(
+            _listed(key, self.objects[key])
+            if key not in folders.values()
+            else f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>"
+            for key in names[:most]
+        )
         if len(names) > most:
             token = f"<NextContinuationToken>{escape(names[most - 1])}</NextContinuationToken>"
             content += f"<IsTruncated>true</IsTruncated>{token}"
