@@ -39,28 +39,24 @@ from dcpstore.errors import (
     AbandonedError,
     CheckpointError,
     ConfigError,
-    CorruptError,
     NotFoundError,
-    RankFailures,
 )
-from dcpstore.format.seal import Seal
 from dcpstore.loading import load
 from dcpstore.manager.agreement import Decision, open_agreement
 from dcpstore.manager.background import AsyncSave, begin
-from dcpstore.manager.choice import Choice, choose, read_attached
 from dcpstore.manager.events import Event, EventCallback, Events
+from dcpstore.manager.finding import Finder, Which, causes, from_coordinator, is_damage
 from dcpstore.manager.local_tier import LocalTier, TierHooks
-from dcpstore.manager.policies import Best, KeepPolicy, Moment, OnPreemption, SavePolicy
+from dcpstore.manager.policies import KeepPolicy, Moment, OnPreemption, SavePolicy
 from dcpstore.manager.preemption import Preemption
 from dcpstore.manager.retention import plan, retire
 from dcpstore.manager.run import Run, SealedStep
 from dcpstore.manager.staging import Frozen, Stager
 from dcpstore.plan import LoadPlanner, SavePlanner
 from dcpstore.plan.rules import Strictness
-from dcpstore.ranks import RankGroup, open_group, steps
-from dcpstore.ranks.agreement import join_ranks, plain_cause_of_one
+from dcpstore.ranks import RankGroup, open_group
+from dcpstore.ranks.agreement import join_ranks
 from dcpstore.read.attachments import read_attachment
-from dcpstore.read.reader import ObjectStoreReader
 from dcpstore.report import SaveResult
 from dcpstore.saving import save
 from dcpstore.store import open_store
@@ -248,7 +244,6 @@ class CheckpointManager:
         end = next((one for one in self._policies if isinstance(one, OnPreemption)), None)
         self._end = end
         self._tier: LocalTier | None = None
-        self._chosen: Choice | None = None
         try:
             if end is not None:
                 self._preemption = Preemption(self._hear_of_end, end.signals, end.notice)
@@ -259,6 +254,8 @@ class CheckpointManager:
                     num_kept=keep_local,
                     max_bytes_per_s=copy_bytes_per_s,
                 )
+            disk = None if self._tier is None else self._tier.disk
+            self._finder = Finder(self._run, self._group, disk, self._keep, read, self._events)
             if self._policies:
                 self._claim()
         except BaseException:
@@ -351,9 +348,7 @@ class CheckpointManager:
         """
         cutoff = Cutoff(deadline_s)
         may_wait = deadline_s is not None and self._has_begun
-        if may_wait and not self._from_coordinator(
-            "wait for a save", lambda: self._ends_before(cutoff)
-        ):
+        if may_wait and not self._ask("wait for a save", lambda: self._ends_before(cutoff)):
             raise AbandonedError(cutoff.lateness)
         self._land()
         sealed = {"metrics": metrics, "attachments": attachments, "user_metadata": user_metadata}
@@ -384,7 +379,7 @@ class CheckpointManager:
     def restore(
         self,
         state: MutableMapping[str, Any],
-        step: int | Literal["latest", "best"] = "latest",
+        step: Which = "latest",
         *,
         strict: Strictness = True,
         planner: LoadPlanner | None = None,
@@ -418,7 +413,7 @@ class CheckpointManager:
         passed: dict[int, CheckpointError] = {}
         may_pass = on_damaged == "older"
         while True:
-            found, reader = self._choose(step, passed, may_pass=may_pass)
+            found, reader = self._finder.choose(step, passed, may_pass=may_pass)
             if found is None:
                 return None
             began_s = self._clock()
@@ -432,7 +427,7 @@ class CheckpointManager:
                     deadline_s=self._deadline_s,
                 )
             except CheckpointError as error:
-                if not may_pass or not _is_damage(error):
+                if not may_pass or not is_damage(error):
                     raise
                 self._events.send(Event("failed", found.step, found.url, error=error))
                 passed[found.step] = error
@@ -442,9 +437,7 @@ class CheckpointManager:
         self._last_began_s = self._clock()
         self.restored = found
         if self._run_id is not None:  # so that nobody else removes it either
-            self._from_coordinator(
-                "renew the claim", lambda: self._run.renew(found.step, found.step)
-            )
+            self._ask("renew the claim", lambda: self._run.renew(found.step, found.step))
         seconds, num_bytes = self._clock() - began_s, result.job.needed_bytes
         self._events.send(Event("restored", found.step, found.url, seconds, num_bytes))
         return found.step
@@ -459,8 +452,7 @@ class CheckpointManager:
         Raises:
             ConfigError: If there is no such policy.
         """
-        best = self._best_policy().ranked(self._run.facts())
-        return None if not best else self._run.look(best[0].folder)
+        return self._finder.best()
 
     def steps(self) -> list[SealedStep]:
         """Return all sealed steps, the newest first. Any rank; one small request per step."""
@@ -479,12 +471,12 @@ class CheckpointManager:
         Raises:
             NotFoundError: If there is no such step, or it has no such attachment.
         """
-        found = self.restored if step is None else self._find(step, {}, may_pass=False)
+        found = self.restored if step is None else self._finder.find(step)
         if found is None:
             raise NotFoundError(f"{self._run.url}: no step was restored: give the number of one")
         name = name.replace("{rank}", str(self._group.rank))
-        if step is None and self._chosen is not None:
-            return self._read_from_disks(self._chosen, name)
+        if step is None and self._finder.is_on_disks:
+            return self._finder.read_attached(name)
         return read_attachment(found.url, name, storage_options=self._options, config=self._read)
 
     # --- what is known beside the checkpoints --------------------------------------------
@@ -552,7 +544,7 @@ class CheckpointManager:
         flight = self._flight
         # Whether a save is over is not known on all ranks at one step; that one was begun is.
         if self._when_busy == "skip" and self._has_begun:
-            if self._from_coordinator("is a save under way", lambda: self.is_saving):
+            if self._ask("is a save under way", lambda: self.is_saving):
                 self._events.send(Event("skipped", step, self._run.url_of(step)))
                 return False
         elif self._when_busy == "replace" and flight is not None and flight.handle is not None:
@@ -711,7 +703,7 @@ class CheckpointManager:
             waits = self.is_saving and left_s < self._last_seconds
             return waits, max(left_s, 1.0)
 
-        waits, left_s = self._from_coordinator("save before the end", choose)
+        waits, left_s = self._ask("save before the end", choose)
         flight = self._flight
         if not waits and flight is not None and flight.handle is not None:
             flight.is_given_up = flight.handle.cancel()
@@ -731,153 +723,6 @@ class CheckpointManager:
         if self._end.then == "exit":
             raise Preempted
         return is_saved
-
-    def _find(
-        self,
-        step: int | Literal["latest", "best"],
-        passed: dict[int, CheckpointError],
-        *,
-        may_pass: bool,
-    ) -> SealedStep | None:
-        """Look for the step to restore. On the coordinator."""
-        if step == "best":
-            return self._find_best(passed, may_pass=may_pass)
-        for number, folder in self._run.candidates():
-            if number in passed or (step != "latest" and number != step):
-                continue
-            try:
-                sealed = self._run.look(folder)
-            except CorruptError as error:
-                if not may_pass:
-                    raise
-                passed[number] = error
-                self._events.send(Event("failed", number, f"{self._run.url}/{folder}", error=error))
-                continue
-            if sealed is not None:
-                self._warn_of_newer(sealed, step)
-                return sealed
-        if passed:
-            raise next(iter(passed.values()))
-        if step != "latest":
-            raise NotFoundError(
-                f"{self._run.url} has no sealed step {step}: `dcpstore ls {self._run.url}` lists"
-                " its steps"
-            )
-        return None
-
-    def _find_best(
-        self, passed: dict[int, CheckpointError], *, may_pass: bool
-    ) -> SealedStep | None:
-        """Look for the best step; one that cannot be read might be it. On the coordinator."""
-        policy = self._best_policy()
-        facts = self._run.facts()
-        for number, folder in self._run.candidates():
-            if self._run.known(folder) is None and number not in passed:
-                try:
-                    self._run.look(folder)
-                except CorruptError as error:
-                    if not may_pass:
-                        raise
-                    passed[number] = error
-                    url = f"{self._run.url}/{folder}"
-                    self._events.send(Event("failed", number, url, error=error))
-        for one in policy.ranked(facts):
-            found = None if one.step in passed else self._run.look(one.folder)
-            if found is not None:
-                return found
-        if passed:
-            raise next(iter(passed.values()))
-        if facts:
-            raise NotFoundError(
-                f"{self._run.url}: no sealed step has the metric {policy.metric!r}, so none is the"
-                " best; restore the latest one, or report() the metric"
-            )
-        return None
-
-    def _best_policy(self) -> Best:
-        policy = next((one for one in self._keep if isinstance(one, Best)), None)
-        if policy is None:
-            raise ConfigError(
-                "the best step is that of a policy: give keep=[Best(1, 'val_loss', 'min')]"
-            )
-        return policy
-
-    def _warn_of_newer(self, found: SealedStep, step: int | Literal["latest", "best"]) -> None:
-        if step == "latest":
-            return
-        newer = sorted({one for one, _ in self._run.candidates() if one > found.step})
-        if newer:
-            logger.warning(
-                "%s: step %d is restored, and %d newer step(s) stay, up to %d: a restart takes the"
-                " newest. Remove those that were given up",
-                *(self._run.url, found.step, len(newer), newer[-1]),
-            )
-
-    def _choose(
-        self,
-        step: int | Literal["latest", "best"],
-        passed: dict[int, CheckpointError],
-        *,
-        may_pass: bool,
-    ) -> tuple[SealedStep | None, ObjectStoreReader | None]:
-        """Agree on the step to restore, and make what reads it."""
-        self._chosen = None
-        if self._tier is None or step == "best":
-            found = self._from_coordinator(
-                "find the step to restore",
-                lambda: self._find(step, passed, may_pass=may_pass),
-            )
-            return found, None if found is None else self._reader(found)
-        run_id = self._from_coordinator("look which run it is", self._run.run_id)
-        number = None if step == "latest" else step
-
-        def newest() -> tuple[int, str] | None:
-            try:
-                found = self._find(step, passed, may_pass=may_pass)
-            except NotFoundError:
-                return None
-            return None if found is None else (found.step, found.folder)
-
-        with plain_cause_of_one(self._group):
-            choice = choose(
-                self._group,
-                self._tier.disk,
-                self._run.place,
-                newest,
-                step=number,
-                accepts=lambda seal: _is_of(seal, run_id) and _step_of(seal) not in passed,
-                config=self._read,
-            )
-        if choice is None:
-            if number is not None:
-                raise NotFoundError(
-                    f"step {number} lies neither at {self._run.url} nor, whole, on the ranks' disks"
-                )
-
-            def refuse() -> None:
-                if passed:  # where the coordinator looked
-                    raise next(iter(passed.values()))
-
-            self._from_coordinator("find no step to restore", refuse)
-            return None, None
-        self._chosen = choice if choice.is_local else None
-        folder = choice.folder.url.rpartition("/")[2]
-        found = SealedStep(choice.step, folder, choice.folder.url, "dcpstore")
-        return found, choice.reader(self._read)
-
-    def _reader(self, found: SealedStep) -> ObjectStoreReader:
-        return ObjectStoreReader(
-            found.url,
-            storage_options=self._options,
-            config=self._read,
-            store_opener=self._opener,
-        )
-
-    def _read_from_disks(self, choice: Choice, name: str) -> bytes:
-        found = read_attached(self._group, choice, [name], config=self._read)
-        if name not in found:
-            raise NotFoundError(f"step {choice.step} has no attachment {name!r}")
-        return found[name]
 
     def _writer(self, step: int) -> ObjectStoreWriter:
         if self._tier is not None:
@@ -938,14 +783,12 @@ class CheckpointManager:
 
     def _claim(self) -> None:
         if self._run_id is None:
-            self._run_id = self._from_coordinator(
+            self._run_id = self._ask(
                 "claim the run", lambda: self._run.claim(takeover=self._takeover)
             )
 
-    def _from_coordinator(self, step: str, work: Callable[[], _T]) -> _T:
-        """Return what the coordinator finds; its own error, where it is alone."""
-        with plain_cause_of_one(self._group):
-            return steps.broadcast(self._group, step, work)
+    def _ask(self, step: str, work: Callable[[], _T]) -> _T:
+        return from_coordinator(self._group, step, work)
 
 
 def _asked(decided: Decision) -> list[str]:
@@ -966,22 +809,5 @@ def _is_plain(policy: SavePolicy) -> bool:
     return bool(getattr(policy, "depends_on_step_alone", False))
 
 
-def _is_of(seal: Seal, run: str | None) -> bool:
-    """Tell whether a step on a disk is of a run; any is, where the run is not known."""
-    return run is None or seal.facts is None or seal.facts.run in (None, run)
-
-
-def _step_of(seal: Seal) -> int | None:
-    return None if seal.facts is None else seal.facts.step
-
-
-def _causes(error: CheckpointError) -> list[BaseException]:
-    return list(error.exceptions.values()) if isinstance(error, RankFailures) else [error]
-
-
-def _is_damage(error: CheckpointError) -> bool:
-    return any(isinstance(one, CorruptError | NotFoundError) for one in _causes(error))
-
-
 def _is_abandoned(error: CheckpointError) -> bool:
-    return any(isinstance(one, AbandonedError) for one in _causes(error))
+    return any(isinstance(one, AbandonedError) for one in causes(error))
