@@ -951,6 +951,22 @@ def test_a_request_to_stop_that_was_given_up_is_made_again(place: Place) -> None
     assert place.sealed() == [2]
 
 
+def test_a_policy_of_the_users_that_fails_is_logged_and_removes_nothing(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def keep(self, steps: Any) -> Any:
+            raise TypeError("a policy with a mistake")
+
+    with place.manager(save=EverySteps(1), keep=Broken()) as manager:
+        train(manager, 1, 2)
+        manager.wait()
+    assert sorted(place.sealed()) == [1, 2]
+    told = [one for one in caplog.records if "could not be judged" in one.message]
+    assert told
+    assert "a policy with a mistake" in str(told[0].exc_info)
+
+
 # --- over a long run ----------------------------------------------------------------------------
 
 

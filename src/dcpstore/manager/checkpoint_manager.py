@@ -704,6 +704,7 @@ class CheckpointManager:
             return waits, max(left_s, 1.0)
 
         waits, left_s = self._ask("save before the end", choose)
+        cutoff = Cutoff(left_s)  # from now on: the end of the save under way takes time, too
         flight = self._flight
         if not waits and flight is not None and flight.handle is not None:
             flight.is_given_up = flight.handle.cancel()
@@ -714,7 +715,7 @@ class CheckpointManager:
             logger.warning("%s: the save under way failed: %s", self._run.url, error)
         try:
             if not waits and step != self._last_step:
-                self._launch(step, state, sealed, Cutoff(left_s), is_last=True)
+                self._launch(step, state, sealed, cutoff, is_last=True)
                 self._land()
                 is_saved = True
         except CheckpointError as error:
@@ -780,6 +781,8 @@ class CheckpointManager:
                     )
         except CheckpointError as error:
             logger.warning("%s: old steps stay for now: %s", self._run.url, error)
+        except Exception:  # a policy may be the user's own, and nobody waits for this thread
+            logger.exception("%s: old steps stay, as they could not be judged", self._run.url)
 
     def _claim(self) -> None:
         if self._run_id is None:
